@@ -5,4 +5,15 @@ from nvalchemi.data.batch import Batch
 from nvalchemi.data.io import iread, read, write
 from nvalchemi.data.schema import FIELDS, FIXED, FREE, Field, register_field
 
-__all__ = ["FIELDS", "FIXED", "FREE", "AtomicData", "Batch", "Field", "iread", "read", "register_field", "write"]
+__all__ = [
+    "FIELDS",
+    "FIXED",
+    "FREE",
+    "AtomicData",
+    "Batch",
+    "Field",
+    "iread",
+    "read",
+    "register_field",
+    "write",
+]

@@ -9,6 +9,17 @@ from torch import Tensor
 
 from nvalchemi.data.schema import FIELDS, Level, as_level, kind_matches
 
+_reserved: set[str] = set()
+
+
+def is_field_name(name: str) -> bool:
+    """Whether a field may have this name: a public identifier that is no attribute of a structure or a batch.
+
+    >>> is_field_name("bond_order"), is_field_name("batch_idx"), is_field_name("bond order")
+    (True, False, False)
+    """
+    return name.isidentifier() and not name.startswith("_") and name not in _reserved
+
 
 class FieldContainer(ABC):
     """Named tensors at node, edge and system level, kept as plain instance attributes.
@@ -20,10 +31,10 @@ class FieldContainer(ABC):
     # Names of fields live in __dict__ next to these; a field cannot start with an underscore.
     _levels: dict[str, Level]
     _scalars: frozenset[str]
-    _reserved: frozenset[str] = frozenset()
 
     def __init_subclass__(cls) -> None:
-        cls._reserved = frozenset(dir(cls))
+        # A field goes from structure to batch and back, so it must not hide a method of either.
+        _reserved.update(dir(cls))
 
     # ------------------------------------------------------------------ reading
     def __getattr__(self, name: str) -> Any:
@@ -34,18 +45,20 @@ class FieldContainer(ABC):
 
     def __getitem__(self, key: str) -> Any:
         if key in self._levels:
-            return self.__dict__[key]
+            return vars(self)[key]
         raise KeyError(f"{self._describe()} has no field {key!r}; it has {', '.join(self._levels)}")
 
     def __contains__(self, name: object) -> bool:
         return name in self._levels
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError(f"iterate over {type(self).__name__}.keys() or .items()")
+        raise TypeError(
+            "one AtomicData is not a sequence of structures; its fields are in .keys() and .items()"
+        )
 
     def get(self, name: str, default: Any = None) -> Any:
         """Tensor of a field, or ``default`` where it is absent."""
-        return self.__dict__[name] if name in self._levels else default
+        return vars(self)[name] if name in self._levels else default
 
     def keys(self) -> tuple[str, ...]:
         """Names of the fields present, in the order they were added."""
@@ -53,7 +66,7 @@ class FieldContainer(ABC):
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Pairs of name and tensor."""
-        return ((name, self.__dict__[name]) for name in tuple(self._levels))
+        return ((name, vars(self)[name]) for name in tuple(self._levels))
 
     def level(self, name: str) -> Level:
         """Level of a field that is present: ``"node"``, ``"edge"`` or ``"system"``."""
@@ -68,17 +81,17 @@ class FieldContainer(ABC):
     @property
     def device(self) -> torch.device:
         """Device of the positions, and so of every field."""
-        return self.__dict__["positions"].device
+        return vars(self)["positions"].device
 
     @property
     def dtype(self) -> torch.dtype:
         """Floating-point type of the positions."""
-        return self.__dict__["positions"].dtype
+        return vars(self)["positions"].dtype
 
     # ------------------------------------------------------------------ writing
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            self.__dict__[name] = value
+            vars(self)[name] = value
         else:
             self.add_key(name, value)
 
@@ -103,56 +116,66 @@ class FieldContainer(ABC):
             Unknown name without a level, a level that contradicts the table, wrong shape, dtype or device.
         """
         resolved = self._resolve_level(key, level)
-        self._check_name(key)
-        if not isinstance(values, Tensor):
-            raise ValueError(f"field {key!r} must be a torch.Tensor, not {type(values).__name__}")
-        if values.device != self.device:
-            raise ValueError(f"field {key!r} is on {values.device} while the other fields are on {self.device}")
         self._check(key, values, resolved, self._count(resolved))
         self._store(key, values, resolved)
 
     def remove_key(self, key: str) -> None:
-        """Remove a field; ``KeyError`` when it is absent."""
+        """Remove a field; ``KeyError`` when it is absent, ``ValueError`` for positions and atomic numbers."""
         self.level(key)
-        del self.__dict__[key]
+        if key in ("positions", "atomic_numbers"):
+            raise ValueError(f"field {key!r} cannot be removed: it says how many atoms there are")
+        del vars(self)[key]
         del self._levels[key]
         self._scalars -= {key}
 
     def _store(self, key: str, values: Tensor, level: Level) -> None:
-        self.__dict__[key] = values
+        vars(self)[key] = values
         self._levels[key] = level
 
-    def _check_name(self, key: str) -> None:
-        if key in self._reserved or not key.isidentifier() or key.startswith("_"):
-            raise ValueError(f"{key!r} cannot name a field: it must be an identifier that {type(self).__name__} does not use")
-
     def _resolve_level(self, key: str, level: str | None) -> Level:
+        if not is_field_name(key):
+            raise ValueError(
+                f"{key!r} cannot name a field: it must be an identifier, without a leading underscore, that is no "
+                "attribute of AtomicData or Batch"
+            )
         known = FIELDS.get(key)
         if level is None:
             if known is not None:
                 return known.level
             if key in self._levels:
                 return self._levels[key]
-            raise ValueError(f"field {key!r} is not in the schema table: say its level ('node', 'edge' or 'system')")
+            raise ValueError(
+                f"field {key!r} is not in the schema table: say its level ('node', 'edge' or 'system')"
+            )
         resolved = as_level(level)
         if known is not None and known.level != resolved:
             raise ValueError(f"field {key!r} is of level {known.level!r} by the schema table, not {level!r}")
         return resolved
 
-    def _check(self, key: str, values: Tensor, level: Level, count: int | None) -> None:
+    def _check(self, key: str, values: Any, level: Level, count: int | None) -> None:
         """Check one tensor against its row in the table and the leading dimension (``None``: any) of its level."""
+        if not isinstance(values, Tensor):
+            raise ValueError(f"field {key!r} must be a torch.Tensor, not {type(values).__name__}")
+        if values.device != self.device:
+            raise ValueError(f"field {key!r} is on {values.device} while the positions are on {self.device}")
         known = FIELDS.get(key)
         if known is not None and not kind_matches(known.kind, values.dtype):
-            raise ValueError(f"field {key!r} of {self._describe()} must be of kind {known.kind}, got {values.dtype}")
+            raise ValueError(
+                f"field {key!r} of {self._describe()} must be of kind {known.kind}, got {values.dtype}"
+            )
         tail = None if known is None else known.shape
         shape = values.shape
         fits = len(shape) > 0 and (count is None or shape[0] == count)
         if fits and tail is not None:
-            fits = len(shape) == len(tail) + 1 and all(t is None or t == s for t, s in zip(tail, shape[1:], strict=True))
+            fits = len(shape) == len(tail) + 1 and all(
+                t is None or t == s for t, s in zip(tail, shape[1:], strict=True)
+            )
         if not fits:
             expected = f"[num_{level}s, ...]" if known is None else known.describe_shape()
             rows = "" if count is None else f" with {count} rows"
-            raise ValueError(f"field {key!r} of {self._describe()} must have shape {expected}{rows}, got {list(shape)}")
+            raise ValueError(
+                f"field {key!r} of {self._describe()} must have shape {expected}{rows}, got {list(shape)}"
+            )
 
     # ------------------------------------------------------------------ for subclasses
     @abstractmethod
@@ -163,20 +186,36 @@ class FieldContainer(ABC):
     def _describe(self) -> str:
         """Words for this container in error messages."""
 
+    def __copy__(self) -> Self:
+        return self._copy_with({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A view is pickled with all the memory it looks into; one structure of a batch would drag the batch along.
+        state = dict(vars(self))
+        for name, tensor in self.items():
+            if tensor.untyped_storage().nbytes() > tensor.nbytes:
+                state[name] = tensor.clone()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
     def _copy_with(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Same structure, other tensors of the same leading dimensions."""
+        """Copy the structure, with other tensors of the same leading dimensions."""
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new.__dict__["_levels"] = dict(self._levels)
-        new.__dict__.update(tensors)
+        vars(new).update(vars(self))
+        vars(new)["_levels"] = dict(self._levels)
+        vars(new).update(tensors)
         return new
 
     def clone(self) -> Self:
         """Copy whose tensors share no memory with this one; a transposed or expanded tensor becomes contiguous."""
-        return self._copy_with({name: t.clone(memory_format=torch.contiguous_format) for name, t in self.items()})
+        return self._copy_with(
+            {name: t.clone(memory_format=torch.contiguous_format) for name, t in self.items()}
+        )
 
     def detach(self) -> Self:
-        """Same tensors outside any autograd graph."""
+        """Copy that shares the tensors, outside any autograd graph."""
         return self._copy_with({name: t.detach() for name, t in self.items()})
 
     def to(

@@ -1,6 +1,7 @@
 """Joining structures and batches into one: offsets, missing fields, and errors that name the graphs."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,19 +14,29 @@ from nvalchemi.data.schema import FIELDS, Level
 if TYPE_CHECKING:
     from nvalchemi.data.batch import Batch
 
-Part = "AtomicData | Batch"
+# What a neighbour search writes: it can be computed again, and the rows of the matrix are padded to one width.
+_NEIGHBOR_FIELDS = frozenset(
+    [
+        "neighbor_list",
+        "neighbor_list_shifts",
+        "shifts",
+        "neighbor_matrix",
+        "num_neighbors",
+        "neighbor_matrix_shifts",
+    ]
+)
 Joined = tuple[
     Tensor, Tensor | None, Mapping[str, Level], Mapping[str, Tensor], frozenset[str], list[dict[str, Any]]
 ]
 
 
 def join_fields(parts: "Sequence[AtomicData | Batch]", *, missing: Literal["error", "fill"]) -> Joined:
-    """Everything :meth:`Batch._make` takes, for the concatenation of ``parts``."""
+    """Concatenate ``parts`` into what :meth:`Batch._make` takes."""
     levels, scalars = parts[0]._levels, parts[0]._scalars
     if any(part._levels != levels or part._scalars != scalars for part in parts):
         parts = _with_same_fields(parts, missing)
         levels, scalars = parts[0]._levels, parts[0]._scalars
-    attributes = [part.__dict__ for part in parts]
+    attributes = [vars(part) for part in parts]
     nodes = [a["positions"].shape[0] for a in attributes]
     first_node = [0, *accumulate(nodes)]
     tensors: dict[str, Tensor] = {}
@@ -35,7 +46,7 @@ def join_fields(parts: "Sequence[AtomicData | Batch]", *, missing: Literal["erro
             column = [t.reshape(-1) for t in column]
         if name in FIELDS and FIELDS[name].refers_to_atoms and levels[name] == "edge":
             column = [t + first if first else t for t, first in zip(column, first_node, strict=False)]
-        elif FIELDS.get(name) is not None and None in (FIELDS[name].shape or ()):
+        elif name in ("neighbor_matrix", "neighbor_matrix_shifts"):
             column = _widened(name, column, nodes, first_node)
         tensors[name] = _concatenate(name, column, parts)
     device = tensors["positions"].device
@@ -56,7 +67,7 @@ def _edge_ptr(part: "AtomicData | Batch") -> int | Tensor:
 
 
 def _join_ptr(pieces: Sequence[int | Tensor], device: torch.device) -> Tensor:
-    """Row pointers of the joined batch from sizes (of single structures) and pointers (of batches)."""
+    """Make the row pointers of the joined batch from sizes (of single structures) and pointers (of batches)."""
     sizes: list[int] = []
     for piece in pieces:
         if isinstance(piece, Tensor):
@@ -67,7 +78,7 @@ def _join_ptr(pieces: Sequence[int | Tensor], device: torch.device) -> Tensor:
 
 
 def _widened(name: str, column: list[Tensor], nodes: list[int], first_node: list[int]) -> list[Tensor]:
-    """Rows of a padded matrix brought to one width, atom indices made batch-global."""
+    """Bring the rows of a padded matrix to one width and make its atom indices batch-global."""
     width = max(t.shape[1] for t in column)
     refers, total = FIELDS[name].refers_to_atoms, first_node[-1]
     out: list[Tensor] = []
@@ -81,20 +92,26 @@ def _widened(name: str, column: list[Tensor], nodes: list[int], first_node: list
 
 
 def _concatenate(name: str, column: list[Tensor], parts: "Sequence[AtomicData | Batch]") -> Tensor:
-    if len({t.dtype for t in column}) > 1:
-        # torch.cat would promote in silence.
-        raise ValueError(f"field {name!r} has different dtypes: {_where(column, parts, lambda t: str(t.dtype))}")
+    # torch.cat would promote in silence; a charge may be 1 in one file and 0.5 in another.
+    if len({t.dtype for t in column}) > 1 and not (name in FIELDS and FIELDS[name].kind == "number"):
+        raise ValueError(
+            f"field {name!r} has different dtypes: {_where(column, parts, lambda t: str(t.dtype))}"
+        )
     try:
         return torch.cat(column)
     except RuntimeError as error:
         if len({t.device for t in column}) > 1:
-            raise ValueError(f"field {name!r} is on different devices: {_where(column, parts, lambda t: str(t.device))}") from error
+            raise ValueError(
+                f"field {name!r} is on different devices: {_where(column, parts, lambda t: str(t.device))}"
+            ) from error
         shapes = _where(column, parts, lambda t: str(list(t.shape[1:])))
-        raise ValueError(f"field {name!r} has different shapes behind its leading dimension: {shapes}") from error
+        raise ValueError(
+            f"field {name!r} has different shapes behind its leading dimension: {shapes}"
+        ) from error
 
 
 def _where(column: Sequence[Tensor], parts: "Sequence[AtomicData | Batch]", key: Any) -> str:
-    """Which value occurs in which graphs: ``[3] in graphs 0, 1; [4] in graph 2``."""
+    """Say which value occurs in which graphs: ``[3] in graphs 0, 1; [4] in graph 2``."""
     groups: dict[str, list[int]] = {}
     graph = 0
     for tensor, part in zip(column, parts, strict=True):
@@ -109,25 +126,32 @@ def _graphs(graphs: Sequence[int]) -> str:
 
 
 def _with_same_fields(parts: "Sequence[AtomicData | Batch]", missing: str) -> "list[AtomicData | Batch]":
-    """Copies of the parts that all have the same fields, or an error that says which graphs lack what."""
+    """Copy the parts so that all have the same fields, or raise an error that says which graphs lack what."""
     if missing not in ("error", "fill"):
         raise ValueError(f"missing must be 'error' or 'fill', got {missing!r}")
-    holders: dict[str, Any] = {}
+    holders: dict[str, AtomicData | Batch] = {}
     for part in parts:
         for name in part._levels:
             holders.setdefault(name, part)
-    parts = [part._copy_with({}) for part in parts]
+    parts = [copy(part) for part in parts]
+    starts = list(accumulate((part.num_graphs for part in parts), initial=0))
     for name, holder in holders.items():
-        level: Level = holder._levels[name]
-        starts = [0, *accumulate(part.num_graphs for part in parts)]
-        lacking = [(start, part) for start, part in zip(starts, parts, strict=False) if name not in part._levels]
+        level = holder._levels[name]
+        lacking = [
+            (start, part) for start, part in zip(starts, parts, strict=False) if name not in part._levels
+        ]
         for part in parts:
-            if name in part._levels and (part._levels[name] != level or (name in part._scalars) != (name in holder._scalars)):
-                raise ValueError(f"field {name!r} is of level {level!r} (or of shape []) in some graphs and not in others")
+            if name in part._levels and (part._levels[name], name in part._scalars) != (
+                level,
+                name in holder._scalars,
+            ):
+                raise ValueError(
+                    f"field {name!r} is of level {level!r} (or of shape []) in some graphs and not in others"
+                )
         if not lacking:
             continue
         known = FIELDS.get(name)
-        if level == "edge" or (known is not None and known.refers_to_atoms) or name in _MATRIX_FIELDS:
+        if name in _NEIGHBOR_FIELDS:
             for part in parts:
                 if name in part._levels:
                     part.remove_key(name)
@@ -136,25 +160,25 @@ def _with_same_fields(parts: "Sequence[AtomicData | Batch]", missing: str) -> "l
         if neutral is None and missing == "error":
             graphs = [g for start, part in lacking for g in range(start, start + part.num_graphs)]
             raise ValueError(
-                f"field {name!r} is missing in {_graphs(graphs)} of {starts[-1]} while others have it; add it there, remove it "
-                f"elsewhere, or pass missing='fill'"
+                f"field {name!r} is missing in {_graphs(graphs)} of {starts[-1]} while others have it; add it there, "
+                f"remove it elsewhere, or pass missing='fill'"
             )
         for _, part in lacking:
             part._store(name, _filler(name, holder, part, neutral), level)
-            part._scalars = holder._scalars | part._scalars if name in holder._scalars else part._scalars
-    order = tuple(holders)
+            if name in holder._scalars:
+                part._scalars = part._scalars | {name}
     for part in parts:
-        part._levels = {name: part._levels[name] for name in order if name in part._levels}
+        part._levels = {name: part._levels[name] for name in holders if name in part._levels}
     return parts
 
 
-_MATRIX_FIELDS = frozenset({"num_neighbors", "neighbor_matrix_shifts"})
-
-
-def _filler(name: str, holder: "AtomicData | Batch", part: "AtomicData | Batch", neutral: float | None) -> Tensor:
-    like: Tensor = holder.__dict__[name]
+def _filler(
+    name: str, holder: "AtomicData | Batch", part: "AtomicData | Batch", neutral: float | None
+) -> Tensor:
+    like: Tensor = vars(holder)[name]
     value = neutral if neutral is not None else float("nan") if like.is_floating_point() else 0
-    if name in holder._scalars:
-        return like.new_full((), value) if isinstance(part, AtomicData) else like.new_full((part.num_graphs,), value)
-    rows = part.num_nodes if holder._levels[name] == "node" else part.num_graphs
-    return like.new_full((rows, *like.shape[1:]), value, device=part.device)
+    if name in holder._scalars and isinstance(part, AtomicData):
+        return like.new_full((), value, device=part.device)
+    rows = {"node": part.num_nodes, "edge": part.num_edges, "system": part.num_graphs}[holder._levels[name]]
+    tail = () if name in holder._scalars else like.shape[1:]
+    return like.new_full((rows, *tail), value, device=part.device)

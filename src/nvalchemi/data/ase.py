@@ -1,41 +1,69 @@
 """ASE both ways without loss: ``Atoms`` to :class:`AtomicData` and back.
 
-====================================  ==========================================================
-ASE                                   here
-====================================  ==========================================================
-``positions, numbers, cell, pbc``     the same; an all-zero cell is no cell
-``momenta``                           ``velocities`` (= momenta / masses)
-``masses`` where set                  ``atomic_masses``
-``tags``, ``initial_charges``         ``tags``, ``charges``
-``FixAtoms``                          ``atom_categories`` = 1 (:data:`~nvalchemi.data.schema.FIXED`)
-other constraints                     kept in ``info["constraints"]`` and restored
-``info["charge"]``, ``info["spin"]``  ``charge``, ``spin``
-calculator's energy, forces, …        fields of the same names; Voigt stress becomes a matrix
-other per-atom arrays                 node fields of the same name
-other ``info``                        ``info``
-====================================  ==========================================================
+=========================================  ==========================================================
+ASE                                        here
+=========================================  ==========================================================
+``positions, numbers, cell, pbc``          the same; an all-zero cell is no cell
+``momenta``                                ``velocities`` (= momenta / masses)
+``masses`` where set                       ``atomic_masses``
+``tags``, ``initial_charges``              ``tags``, ``charges``
+``FixAtoms``                               ``atom_categories`` = 1 (:data:`~nvalchemi.data.schema.FIXED`)
+other constraints                          kept in ``info["constraints"]`` and restored
+``info``'s charge, spin, virial, dipole    fields of the same names, where they have the right size
+results of the calculator                  fields of the same names; Voigt stress becomes a matrix;
+                                           ``initial_charges`` then is a field beside ``charges``
+other per-atom arrays of numbers           node fields of the same name
+other per-atom arrays                      kept in ``info["arrays"]`` and restored
+``celldisp`` where set                     kept in ``info["celldisp"]`` and restored
+other ``info``                             ``info``
+=========================================  ==========================================================
+
+On the way back further system fields become entries of ``info``; ``from_atoms(..., fields={"name": "name"})``
+makes them fields again. The state of a run (``status``, ``system_id``, ``system_step``) is written so too,
+but never taken from there.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from math import prod
+from typing import Any, cast
 
 import numpy as np
 import torch
 from ase import Atoms
+from ase.calculators.calculator import BaseCalculator
 from ase.calculators.singlepoint import SinglePointCalculator
-from ase.constraints import FixAtoms
+from ase.constraints import FixAtoms, FixConstraint
 from torch import Tensor
 
+from nvalchemi.data._container import is_field_name
 from nvalchemi.data.atomic_data import AtomicData, standard_masses
 from nvalchemi.data.schema import FIELDS, FIXED, FREE
 
 # Position of Voigt component k (xx yy zz yz xz xy, ASE's order) in the 3 × 3 matrix.
 _VOIGT = ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1))
-# What ASE's calculators return, by the level it has here. energy, forces and stress have keys of their own.
-_SYSTEM_RESULTS = ("dipole", "magmom")
-_NODE_RESULTS = ("magmoms", "energies")
-_OWN_ARRAYS = frozenset({"numbers", "positions", "momenta", "masses", "initial_charges"})
-_INFO_FIELDS = ("charge", "spin")
+# ASE's names of results.
+_LABELS = ("energy", "forces", "stress")
+_NODE_RESULTS = ("forces", "charges", "magmoms", "energies", "stresses", "born_effective_charges")
+_SYSTEM_RESULTS = ("energy", "free_energy", "stress", "dipole", "magmom", "dielectric_tensor", "polarization")
+# Arrays of ASE and fields of the constructor that are treated one by one.
+_OWN = frozenset(["numbers", "positions", "momenta", "masses", "initial_charges", "atomic_numbers"])
+# Fields that to_atoms puts in places of their own.
+_PLACED = frozenset(
+    [
+        "positions",
+        "atomic_numbers",
+        "atomic_masses",
+        "velocities",
+        "momenta",
+        "cell",
+        "pbc",
+        "atom_categories",
+        "initial_charges",
+    ]
+)
+# What ASE's readers note for themselves; as a field it would keep a cif from joining a structure of another file.
+_BOOKKEEPING = frozenset(["spacegroup_kinds"])
+_INFO_FIELDS = ("charge", "spin", "virial", "dipole")
 
 
 def voigt_to_matrix(stress: Any) -> np.ndarray:
@@ -81,12 +109,14 @@ def from_atoms(
     Parameters
     ----------
     atoms : ase.Atoms
-        The structure. Results of its calculator are taken when they belong to the present positions; nothing is computed.
+        The structure. Results of its calculator are taken when they belong to the present positions; nothing
+        is computed.
     energy_key, forces_key, stress_key : str
-        Where labels are: looked up among the calculator's results, then in ``atoms.info`` and ``atoms.arrays``. What is not
-        found stays absent.
+        Where labels are: looked up among the calculator's results, then in ``atoms.info`` and
+        ``atoms.arrays``. What is not found (or is ``None``) stays absent.
     fields : mapping of str to str, optional
-        Further entries of ``atoms.info`` (to system fields) and ``atoms.arrays`` (to node fields), as source → field name.
+        Further entries of ``atoms.info`` (to system fields) and ``atoms.arrays`` (to node fields), as source
+        → field name.
     device, dtype : optional
         Device and floating-point type of the result.
     cls : type, default AtomicData
@@ -96,6 +126,11 @@ def from_atoms(
     -------
     AtomicData
 
+    Raises
+    ------
+    ValueError
+        A label is no number or has the wrong shape; the message names it.
+
     Examples
     --------
     >>> from ase.build import molecule
@@ -103,19 +138,24 @@ def from_atoms(
     >>> data.pbc.any().item(), "cell" in data, "forces" in data
     (False, False, False)
     """
+    if not isinstance(atoms, Atoms):
+        raise TypeError(f"from_atoms takes one ase.Atoms, not a {type(atoms).__name__}")
     reader = _Reader(atoms, device, dtype)
-    for source, name in {energy_key: "energy", forces_key: "forces", stress_key: "stress", **(fields or {})}.items():
+    keys = {"energy": energy_key, "forces": forces_key, "stress": stress_key}
+    for name, source in [*keys.items(), *((name, source) for source, name in (fields or {}).items())]:
         reader.take(source, name)
     reader.take_results()
+    reader.take_momenta()
+    reader.take_constraints()
     reader.take_arrays()
     reader.take_info()
     cell = np.array(atoms.cell)
     data = cls(
-        positions=reader.float_tensor(atoms.positions),
-        atomic_numbers=torch.tensor(atoms.numbers, dtype=torch.int64, device=device),
+        positions=reader.tensor(atoms.positions, "float"),
+        atomic_numbers=reader.tensor(atoms.numbers),
         info=reader.info,
-        cell=reader.float_tensor(cell) if cell.any() else None,
-        pbc=torch.tensor(np.array(atoms.pbc), device=device),
+        cell=reader.tensor(cell, "float") if cell.any() else None,
+        pbc=reader.tensor(np.array(atoms.pbc)),
         **reader.known,
     )
     for name, value in reader.node_fields.items():
@@ -131,181 +171,204 @@ class _Reader:
     def __init__(self, atoms: Atoms, device: torch.device | str | None, dtype: torch.dtype) -> None:
         self.atoms, self.device, self.dtype = atoms, device, dtype
         self.info: dict[str, Any] = dict(atoms.info)
-        self.arrays: dict[str, np.ndarray] = {k: v for k, v in atoms.arrays.items() if k not in _OWN_ARRAYS}
+        self.arrays: dict[str, np.ndarray] = {k: v for k, v in atoms.arrays.items() if k not in _OWN}
+        self.left: dict[str, np.ndarray] = {k: v for k, v in atoms.arrays.items() if k == "atomic_numbers"}
         self.results: dict[str, Any] = {}
-        if atoms.calc is not None:
-            for name in atoms.calc.results:
-                # Without allowing a calculation, ASE answers None for results of other positions.
-                value = atoms.calc.get_property(name, atoms, allow_calculation=False)
-                if value is not None:
-                    self.results[name] = value
-        self.known: dict[str, Tensor] = {}
+        if isinstance(atoms.calc, BaseCalculator) and not atoms.calc.check_state(atoms):
+            # No change since the calculation: the results belong to these positions.
+            self.results = {name: value for name, value in atoms.calc.results.items() if value is not None}
+        self.known: dict[str, Any] = {}
         self.node_fields: dict[str, Tensor] = {}
         self.system_fields: dict[str, Tensor] = {}
 
-    def float_tensor(self, values: Any) -> Tensor:
-        return torch.tensor(np.asarray(values), dtype=self.dtype, device=self.device)
-
-    def tensor(self, values: Any) -> Tensor:
+    def tensor(self, values: Any, kind: str = "number") -> Tensor:
         array = np.asarray(values)
-        if array.dtype.kind == "f":
-            return self.float_tensor(array)
-        return torch.tensor(array, dtype=torch.bool if array.dtype.kind == "b" else torch.int64, device=self.device)
+        if array.dtype.kind not in "fiub":
+            raise ValueError(f"expected numbers, got {str(values)[:40]!r} ({array.dtype})")
+        if kind == "float" or array.dtype.kind == "f":
+            return torch.tensor(array.astype(np.float64), device=self.device).to(self.dtype)
+        return torch.tensor(
+            array.astype(np.bool_ if array.dtype.kind == "b" else np.int64), device=self.device
+        )
 
     def take(self, source: str, name: str) -> None:
-        """Field ``name`` from wherever the key ``source`` is."""
-        per_atom = source not in self.results and source not in self.info and source in self.arrays
-        for place in (self.results, self.info, self.arrays):
-            if source in place:
-                value = place.pop(source)
-                break
-        else:
+        """Field ``name`` from wherever the key ``source`` is; nothing happens where it is not or is ``None``."""
+        field = FIELDS.get(name)
+        places = [self.results, self.info] if field is not None and field.level == "system" else []
+        for place in places or [self.results, self.info, self.arrays]:
+            if place.get(source) is None:
+                continue
+            value = place.pop(source)
+            try:
+                value = self.tensor(
+                    voigt_to_matrix(value) if name == "stress" else value, field.kind if field else "number"
+                )
+            except ValueError as error:
+                raise ValueError(f"{source!r} of the Atoms cannot be the field {name!r}: {error}") from error
+            if field is not None:
+                self.known[name] = value
+            elif place is self.arrays or (place is self.results and source in _NODE_RESULTS):
+                self.node_fields[name] = value
+            else:
+                self.system_fields[name] = value[None] if value.ndim else value.reshape(1, 1)
             return
-        if name == "stress":
-            value = voigt_to_matrix(value)[None]
-        if name in FIELDS:
-            floats = FIELDS[name].kind == "float"
-            self.known[name] = self.float_tensor(value) if floats else self.tensor(value)
-        elif per_atom:
-            self.node_fields[name] = self.tensor(value)
-        else:
-            self.system_fields[name] = self.tensor(np.asarray(value)[None])
 
     def take_results(self) -> None:
-        free_energy = self.results.get("free_energy")
-        energy = self.known.get("energy")
-        if free_energy is not None and (energy is None or self.float_tensor(free_energy) != energy):
-            self.system_fields["free_energy"] = self.float_tensor([[free_energy]])
-        for name in _SYSTEM_RESULTS:
-            if name in self.results:
+        free, energy = self.results.get("free_energy"), self.known.get("energy")
+        if free is not None and energy is not None and self.tensor(free, "float") == energy:
+            del self.results["free_energy"]
+        for name in (*_SYSTEM_RESULTS, *_NODE_RESULTS):
+            if name not in _LABELS and name in self.results:
                 self.take(name, name)
-        for name in _NODE_RESULTS:
-            if name in self.results:
-                self.node_fields[name] = self.float_tensor(self.results[name])
-        if "charges" in self.results:
-            self.known["charges"] = self.float_tensor(self.results["charges"])
+        initial = self.tensor(self.atoms.get_initial_charges(), "float")
+        if "charges" in self.known:
+            self.node_fields["initial_charges"] = initial
+        elif self.atoms.has("initial_charges"):
+            self.known["charges"] = initial
 
-    def take_arrays(self) -> None:
+    def take_momenta(self) -> None:
         atoms = self.atoms
         if atoms.has("masses"):
-            self.known["atomic_masses"] = self.float_tensor(atoms.get_masses())
+            self.known["atomic_masses"] = self.tensor(atoms.get_masses(), "float")
         if atoms.has("momenta"):
-            self.known["velocities"] = self.float_tensor(atoms.get_velocities())
-        if atoms.has("initial_charges"):
-            charges = self.float_tensor(atoms.get_initial_charges())
-            if "charges" in self.known:
-                self.node_fields["initial_charges"] = charges
-            else:
-                self.known["charges"] = charges
-        fixed = np.zeros(len(atoms), dtype=np.int64)
-        others = []
-        for constraint in atoms.constraints:
+            momenta, masses = atoms.get_momenta(), atoms.get_masses()[:, None]
+            # A particle without mass (a shell, a dummy) has no velocity of its own.
+            velocities = np.divide(momenta, masses, out=np.zeros_like(momenta), where=masses > 0)
+            self.known["velocities"] = self.tensor(velocities, "float")
+
+    def take_constraints(self) -> None:
+        fixed = np.zeros(len(self.atoms), dtype=bool)
+        others: list[FixConstraint] = []
+        for constraint in self.atoms.constraints:
             if isinstance(constraint, FixAtoms):
-                fixed[constraint.index] = FIXED
+                fixed[constraint.index] = True
             else:
                 others.append(constraint)
-        if fixed.any() and "atom_categories" not in self.arrays:
-            self.known["atom_categories"] = torch.tensor(fixed, device=self.device)
+        if fixed.any():
+            categories = self.arrays.pop("atom_categories", np.full(len(fixed), FREE))
+            self.known["atom_categories"] = self.tensor(np.where(fixed, FIXED, categories))
         if others:
             self.info["constraints"] = others
-        texts: dict[str, np.ndarray] = {}
+
+    def take_arrays(self) -> None:
         for name, array in self.arrays.items():
-            if name in self.known or name in self.node_fields:
-                continue
-            if array.dtype.kind not in "fiub" or not name.isidentifier() or name.startswith("_"):
-                texts[name] = array
-            elif name in FIELDS and FIELDS[name].level == "node":
-                self.known[name] = self.float_tensor(array) if FIELDS[name].kind == "float" else self.tensor(array)
+            if name in self.known or name in self.node_fields or not _fits(name, array):
+                self.left[name] = array
+            elif name in FIELDS:
+                self.known[name] = self.tensor(array, FIELDS[name].kind)
             else:
                 self.node_fields[name] = self.tensor(array)
-        if texts:
-            self.info["arrays"] = texts
+        if self.left:
+            self.info["arrays"] = self.left
 
     def take_info(self) -> None:
         for name in _INFO_FIELDS:
-            if name not in self.known and np.asarray(self.info.get(name)).dtype.kind in "fiu":
-                self.known[name] = self.tensor(self.info.pop(name)).reshape(1, 1)
+            shape = cast(tuple[int, ...], FIELDS[name].shape)
+            value = self.info.get(name)
+            if name in self.known or not isinstance(value, int | float | np.number | np.ndarray):
+                continue
+            array = np.asarray(value)
+            if array.dtype.kind in "fiu" and array.size == prod(shape):
+                self.known[name] = self.tensor(array, FIELDS[name].kind).reshape(1, *shape)
+                del self.info[name]
+        if self.atoms.get_celldisp().any():
+            self.info["celldisp"] = self.atoms.get_celldisp()
+
+
+def _fits(name: str, array: np.ndarray) -> bool:
+    """Whether a per-atom array can be a node field: numbers, a usable name, and as the table says of that name."""
+    if array.dtype.kind not in "fiub" or not is_field_name(name) or name in _BOOKKEEPING:
+        return False
+    field = FIELDS.get(name)
+    if field is None:
+        return True
+    right_kind = array.dtype.kind in {"float": "fiu", "int": "iu", "bool": "b", "number": "fiu"}[field.kind]
+    right_shape = field.shape is None or array.shape[1:] in (
+        field.shape,
+        () if field.shape == (1,) else field.shape,
+    )
+    return field.level == "node" and field.persistent and right_kind and right_shape
 
 
 def to_atoms(data: AtomicData) -> Atoms:
     """Convert to an ASE ``Atoms`` (see the table at the top of this module).
 
-    Energies, forces and stress become results of a ``SinglePointCalculator``; labels that are NaN are left out. Neighbour lists
-    and the working state of integrators are not written.
+    Energies, forces and stress become results of a ``SinglePointCalculator``; labels that are NaN are left
+    out. Neighbour lists and the working state of integrators are not written.
     """
     info = dict(data.info)
-    constraints = list(info.pop("constraints", ()))
-    texts: Mapping[str, np.ndarray] = info.pop("arrays", {})
+    constraints: list[FixConstraint] = []
+    if _all_of_type(info.get("constraints"), FixConstraint):
+        constraints = list(info.pop("constraints"))
+    arrays: Mapping[str, np.ndarray] = {}
+    if isinstance(info.get("arrays"), Mapping) and _all_of_type(list(info["arrays"].values()), np.ndarray):
+        arrays = info.pop("arrays")
     atoms = Atoms(
         numbers=_numpy(data.atomic_numbers),
         positions=_numpy(data.positions),
         cell=_numpy(data.cell[0]) if "cell" in data else None,
-        pbc=_numpy(data.pbc[0]),
+        celldisp=info.pop("celldisp") if isinstance(info.get("celldisp"), np.ndarray) else None,
+        pbc=_numpy(data.pbc[0]) if "pbc" in data else None,
         info=info,
     )
-    for name, array in texts.items():
-        atoms.set_array(name, array)
     masses = data.atomic_masses
-    if not torch.equal(masses, standard_masses(masses.dtype, masses.device).index_select(0, data.atomic_numbers)):
-        atoms.set_masses(_numpy(masses))
+    if not torch.equal(
+        masses, standard_masses(masses.dtype, masses.device).index_select(0, data.atomic_numbers)
+    ):
+        atoms.set_masses(_numpy(masses))  # pyright: ignore[reportArgumentType]
     if "velocities" in data:
         atoms.set_velocities(_numpy(data.velocities))
     elif "momenta" in data:
         atoms.set_momenta(_numpy(data.momenta))
-    if "tags" in data:
-        atoms.set_tags(_numpy(data.tags))
     if "atom_categories" in data:
         categories = _numpy(data.atom_categories)
         if (categories == FIXED).any():
-            constraints.append(FixAtoms(indices=np.flatnonzero(categories == FIXED)))
+            constraints = [FixAtoms(indices=np.flatnonzero(categories == FIXED)), *constraints]
         if not np.isin(categories, (FREE, FIXED)).all():
             atoms.set_array("atom_categories", categories)
-    results = _results(data)
-    if "initial_charges" in data:
-        results["charges"] = _numpy(data.charges)
-        atoms.set_initial_charges(_numpy(data["initial_charges"]))
-    elif "charges" in data:
+    if "initial_charges" not in data and "charges" in data:
         atoms.set_initial_charges(_numpy(data.charges))
+    elif "initial_charges" in data and data["initial_charges"].any():
+        atoms.set_initial_charges(_numpy(data["initial_charges"]))
+    results: dict[str, Any] = {}
     for name, tensor in data.items():
-        if name in _WRITTEN or name in results or (name in FIELDS and not FIELDS[name].persistent):
+        level, field = data.level(name), FIELDS.get(name)
+        if name in _PLACED or level == "edge" or (field is not None and not field.persistent):
             continue
-        match data.level(name):
-            case "node":
-                atoms.set_array(name, _numpy(tensor))
-            case "system":
-                atoms.info[name] = _plain(tensor)
-            case "edge":
-                pass  # ASE has no place for edges.
+        if name in (_NODE_RESULTS if level == "node" else _SYSTEM_RESULTS):
+            results[name] = _numpy(tensor) if level == "node" else _plain(tensor)
+        elif level == "node":
+            atoms.set_array(name, _numpy(tensor))
+        else:
+            atoms.info[name] = _plain(tensor)
+    if "initial_charges" not in data:
+        results.pop("charges", None)
+    if "stress" in results:
+        results["stress"] = matrix_to_voigt(results["stress"])
+    for name, array in arrays.items():
+        atoms.set_array(name, array)
     atoms.set_constraint(constraints)
+    # Labels that are NaN throughout were filled in for structures that have none.
+    results = {
+        name: value for name, value in results.items() if not np.size(value) or not np.isnan(value).all()
+    }
     if results:
         atoms.calc = SinglePointCalculator(atoms, **results)
     return atoms
 
 
-_WRITTEN = frozenset(
-    "positions atomic_numbers atomic_masses velocities momenta cell pbc tags atom_categories charges initial_charges "
-    "energy forces stress free_energy dipole magmom magmoms energies".split()
-)
-
-
-def _results(data: AtomicData) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for name in ("energy", "free_energy", "magmom"):
-        if name in data:
-            results[name] = float(data[name])
-    for name in ("forces", "magmoms", "energies"):
-        if name in data:
-            results[name] = _numpy(data[name])
-    if "dipole" in data:
-        results["dipole"] = _numpy(data.dipole[0])
-    if "stress" in data:
-        results["stress"] = matrix_to_voigt(_numpy(data.stress[0]))
-    return {name: value for name, value in results.items() if not np.isnan(value).all()}
+def _all_of_type(values: Any, kind: type) -> bool:
+    return (
+        isinstance(values, list)
+        and bool(values)
+        and all(isinstance(v, kind) for v in cast(list[Any], values))
+    )
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
     """Array that shares no memory with the tensor."""
-    return tensor.detach().cpu().numpy().copy()
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
 
 
 def _plain(tensor: Tensor) -> Any:

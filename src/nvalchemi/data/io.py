@@ -1,14 +1,21 @@
 """Files: every format that ASE reads or writes, frame by frame."""
 
+import lzma
 import os
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, dropwhile, islice
+from functools import partial
+from io import StringIO
+from itertools import count, islice
+from math import prod
+from operator import index as as_int
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
+import numpy as np
 import torch
 
 from nvalchemi.data.atomic_data import AtomicData
@@ -18,6 +25,8 @@ if TYPE_CHECKING:
     from ase import Atoms
 
 _TEXT_FORMATS = ("extxyz", "xyz")
+# What the decompressors raise on a damaged file.
+_BROKEN_FILE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def iread(
@@ -26,8 +35,12 @@ def iread(
     *,
     format: str | None = None,
     on_error: Literal["raise", "skip"] = "raise",
+    energy_key: str = "energy",
+    forces_key: str = "forces",
+    stress_key: str = "stress",
+    fields: Mapping[str, str] | None = None,
+    device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
-    **options: Any,
 ) -> Iterator[AtomicData]:
     """Read structures one at a time, so that a file of any length needs the memory of one frame.
 
@@ -36,16 +49,15 @@ def iread(
     path : path
         File in any format that ASE reads (extxyz, cif, POSCAR, traj, db, …; compressed ones too).
     index : int, slice or str, default ":"
-        Which frames, as in ASE.
+        Which frames, as in ASE. Counting backwards (``"::-1"``) keeps the chosen frames in memory.
     format : str, optional
         ASE's name of the format, where the file's name and content do not tell.
     on_error : {"raise", "skip"}, default "raise"
-        A frame that cannot be read is an error naming file and frame, or is skipped. Skipped frames are counted in one
-        ``UserWarning`` at the end. Formats other than xyz and extxyz cannot be resumed behind a broken frame.
-    dtype : torch.dtype, default torch.float32
-        Floating-point type of the result.
-    **options
-        Passed to :func:`nvalchemi.data.ase.from_atoms` (``energy_key``, ``fields``, ``device``, …).
+        A frame that cannot be read is an error naming file and frame, or is skipped. Skipped frames are
+        counted in one ``UserWarning`` at the end. Formats other than xyz and extxyz cannot be resumed behind
+        a broken frame.
+    energy_key, forces_key, stress_key, fields, device, dtype
+        As in :func:`nvalchemi.data.ase.from_atoms`.
 
     Yields
     ------
@@ -57,7 +69,7 @@ def iread(
     FileNotFoundError
         No such file.
     ValueError
-        A format that ASE does not know, or a frame that cannot be read.
+        An empty file, a format that ASE does not know or cannot read, or a frame that cannot be read.
 
     Warns
     -----
@@ -69,16 +81,34 @@ def iread(
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not a file" if file.exists() else f"no such file: {file}")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file}: the file is empty")
     kind = format or _detect(file)
+    from ase.io.formats import ioformats
+
+    if kind not in ioformats or not ioformats[kind].can_read:
+        raise ValueError(f"{file}: ASE cannot read a format {kind!r}")
+    torch.empty(0, device=device, dtype=dtype)  # A wrong device or dtype is not the fault of the first frame.
+    keys = {"energy": energy_key, "forces": forces_key, "stress": stress_key}
+    wanted = keys | {name: source for source, name in (fields or {}).items()}
+    convert = partial(
+        AtomicData.from_atoms,
+        **{f"{name}_key": key for name, key in keys.items()},
+        fields=fields,
+        device=device,
+        dtype=dtype,
+    )
     frames = _xyz_frames(file, kind, index) if kind in _TEXT_FORMATS else _ase_frames(file, kind, index)
-    return _convert(file, frames, on_error, _LabelCheck(file, options), dtype=dtype, **options)
+    return _convert(file, frames, convert, on_error, _LabelCheck(file, wanted))
 
 
 @overload
 def read(path: str | os.PathLike[str], index: int, **options: Any) -> AtomicData: ...
 @overload
 def read(path: str | os.PathLike[str], index: str | slice = ":", **options: Any) -> list[AtomicData]: ...
-def read(path: str | os.PathLike[str], index: int | str | slice = ":", **options: Any) -> AtomicData | list[AtomicData]:
+def read(
+    path: str | os.PathLike[str], index: int | str | slice = ":", **options: Any
+) -> AtomicData | list[AtomicData]:
     """Read structures; one for an integer index, else a list (options as in :func:`iread`).
 
     Examples
@@ -108,18 +138,21 @@ def write(
 ) -> int:
     """Write structures to a file in any format that ASE writes.
 
-    The file appears whole or not at all: it is written under another name and then renamed. A file of that name is replaced.
+    The file appears whole or not at all: it is written under another name and then renamed. A file of that
+    name is replaced.
 
     Parameters
     ----------
     path : path
         Where to; the suffix chooses the format unless ``format`` does.
     data : AtomicData, Batch or iterable of AtomicData
-        What to write; an iterable is consumed one structure at a time for xyz and extxyz.
+        What to write; an iterable is consumed one structure at a time for xyz and extxyz. What a format has
+        no place for is lost: edges everywhere, ``info`` in db and json, nearly all but the geometry in cif
+        and POSCAR.
     format : str, optional
         ASE's name of the format.
     append : bool, default False
-        Add to an existing xyz or extxyz file instead.
+        Add to an xyz or extxyz file instead, frame by frame.
 
     Returns
     -------
@@ -130,29 +163,43 @@ def write(
     ------
     ValueError
         A format that ASE does not write, more structures than the format holds, or ``append`` for another format.
+    FileNotFoundError, IsADirectoryError
+        The folder does not exist; the path is a folder.
     """
     file = Path(path)
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"no such folder: {file.parent}")
     kind = output_format(file, format)
     if isinstance(data, AtomicData):
         data = [data]
-    structures: Iterable[AtomicData] = data.to_data_list() if isinstance(data, Batch) else data
+    frames = _frames_of(data)
     if append:
         if kind not in _TEXT_FORMATS:
             raise ValueError(f"{file}: cannot append to a file of format {kind!r}, only to xyz and extxyz")
-        with file.open("a") as stream:
-            return _write_stream(stream, structures, kind)
-    with _replacing(file) as temporary:
+        return _write_xyz(file, "a", frames, kind)
+    # A link stays a link: the file it points to is replaced.
+    with _replacing(Path(os.path.realpath(file))) as temporary:
         if kind in _TEXT_FORMATS:
-            with temporary.open("w") as stream:
-                return _write_stream(stream, structures, kind)
+            return _write_xyz(temporary, "w", frames, kind)
         import ase.io
         from ase.io.formats import ioformats
 
-        atoms = [structure.to_atoms() for structure in structures]
+        atoms = list(frames)
         if len(atoms) != 1 and ioformats[kind].single:
-            raise ValueError(f"{file}: format {kind!r} holds one structure, not {len(atoms)}; write extxyz or traj instead")
+            raise ValueError(
+                f"{file}: format {kind!r} holds one structure, not {len(atoms)}; write extxyz or traj instead"
+            )
         ase.io.write(temporary, atoms if len(atoms) != 1 else atoms[0], format=kind)
         return len(atoms)
+
+
+def _frames_of(structures: Iterable[AtomicData]) -> "Iterator[Atoms]":
+    for number, structure in enumerate(structures):
+        if not isinstance(structure, AtomicData):
+            raise TypeError(f"structure {number} is a {type(structure).__name__}, not an AtomicData")
+        yield structure.to_atoms()
 
 
 def output_format(path: str | os.PathLike[str], format: str | None = None) -> str:
@@ -172,23 +219,54 @@ def output_format(path: str | os.PathLike[str], format: str | None = None) -> st
         kind = format or filetype(os.fspath(path), read=False)
         writable = ioformats[kind].can_write
     except (UnknownFileTypeError, KeyError) as error:
-        raise ValueError(f"{path}: no file format is known for this name; give format=… or a suffix like .extxyz") from error
+        raise ValueError(
+            f"{path}: no file format is known for this name; give format=… or a suffix like .extxyz"
+        ) from error
     if not writable:
         raise ValueError(f"{path}: format {kind!r} can be read but not written; use .extxyz")
     return kind
 
 
-def _write_stream(stream: IO[str], structures: Iterable[AtomicData], kind: str) -> int:
+def _write_xyz(file: Path, mode: str, frames: "Iterable[Atoms]", kind: str) -> int:
     import ase.io
+    from ase.io.formats import open_with_compression
 
-    count = 0
-    for count, structure in enumerate(structures, start=1):
-        ase.io.write(stream, structure.to_atoms(), format=kind)
-    return count
+    written = 0
+    with open_with_compression(os.fspath(file), mode) as stream:
+        for atoms in frames:
+            # A frame that fails half-way leaves nothing of itself in the file.
+            text = StringIO()
+            _make_fit_for_xyz(atoms)
+            ase.io.write(text, atoms, format=kind)
+            stream.write(text.getvalue())
+            written += 1
+    return written
+
+
+def _make_fit_for_xyz(atoms: "Atoms") -> None:
+    """Change what ASE would write in a way that spoils the frame on reading."""
+    for name, value in list(atoms.info.items()):
+        if value is None:
+            del atoms.info[name]  # read as True
+        elif isinstance(value, str):
+            # A line break ends the header; an empty value swallows the entry behind it, pbc for one.
+            atoms.info[name] = " ".join(value.split()) or '_JSON ""'
+        elif isinstance(value, list | tuple):
+            try:
+                np.array(value)
+            except ValueError:
+                atoms.info[name] = str(value)  # rows of unequal length
+    for name, array in list(atoms.arrays.items()):
+        if array.dtype.kind == "c":
+            raise ValueError(f"xyz files cannot hold the complex array {name!r}")
+        if array.ndim > 2 or array.shape[1:] == (0,):
+            del atoms.arrays[name]
+            if columns := prod(array.shape[1:]):
+                atoms.arrays[name] = array.reshape(len(atoms), columns)
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def _replacing(path: Path) -> Generator[Path]:
     """Another name in the same folder that takes the file's place when the block ends without an error."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     try:
@@ -209,20 +287,21 @@ def _detect(file: Path) -> str:
         return filetype(os.fspath(file))
     except UnknownFileTypeError as error:
         raise ValueError(f"{file}: not a structure file, or of a format that ASE does not know") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (*_BROKEN_FILE, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: cannot be read: {error}") from error
 
 
 def _convert(
-    file: Path, frames: Iterator[Frame], on_error: str, labels: "_LabelCheck", **options: Any
+    file: Path,
+    frames: Iterator[Frame],
+    convert: "Callable[[Atoms], AtomicData]",
+    on_error: str,
+    labels: "_LabelCheck",
 ) -> Iterator[AtomicData]:
-    from nvalchemi.data.ase import from_atoms
-
     skipped: list[int] = []
     for number, parse in frames:
         try:
-            atoms = parse()
-            data = from_atoms(atoms, **options)
+            data = convert(parse())
         # Parsers of ASE raise nearly anything on a broken file; whatever it is, it is named and chained.
         except Exception as error:
             if on_error == "raise":
@@ -233,60 +312,62 @@ def _convert(
         yield data
     if skipped:
         shown = ", ".join(map(str, skipped[:8])) + (" …" if len(skipped) > 8 else "")
-        warnings.warn(f"{file}: skipped {len(skipped)} frame(s) that cannot be read: {shown}", UserWarning, stacklevel=3)
+        warnings.warn(
+            f"{file}: skipped {len(skipped)} frame(s) that cannot be read: {shown}", UserWarning, stacklevel=3
+        )
     labels.report()
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
+    text = next(iter(str(error).strip().splitlines()), "")
+    return text if isinstance(error, ValueError) else f"{type(error).__name__} {text}".strip()
+
+
+def _failing(error: Exception) -> "Callable[[], Atoms]":
+    def parse() -> "Atoms":
+        raise error
+
+    return parse
 
 
 def _ase_frames(file: Path, kind: str, index: int | str | slice) -> Iterator[Frame]:
     """Frames of a format that only ASE can take apart."""
     import ase.io
+    from ase.utils import string2index
 
+    chosen = string2index(index) if isinstance(index, str) else index
+    step = (chosen.step or 1) if isinstance(chosen, slice) else 1
+    start = chosen if isinstance(chosen, int) else chosen.start if isinstance(chosen, slice) else 0
     source = ase.io.iread(file, index=index, format=kind)
-    number = 0
-    while True:
-        failure: Exception | None = None
-        atoms: Atoms | None = None
+    for number in count(start if start is not None else min(step, 0), step):
         try:
-            atoms = next(source)  # pyright: ignore[reportArgumentType]
+            atoms = next(source)
         except StopIteration:
             return
         except Exception as error:  # handed on by the frame's own parse call
-            failure = error
-        yield number, _outcome(atoms, failure)
-        if failure is not None:
+            yield number, _failing(error)
             return
-        number += 1
-
-
-def _outcome(atoms: "Atoms | None", failure: Exception | None) -> "Callable[[], Atoms]":
-    def parse() -> "Atoms":
-        if atoms is None:
-            raise failure or ValueError("no structure")
-        return atoms
-
-    return parse
+        yield number, lambda atoms=atoms: atoms
 
 
 def _xyz_frames(file: Path, kind: str, index: int | str | slice) -> Iterator[Frame]:
     """Frames of an xyz or extxyz file, cut out as text so that a broken one does not hide those behind it."""
-    from ase.io.formats import string2index
+    from ase.utils import string2index
 
     chosen = string2index(index) if isinstance(index, str) else index
-    if isinstance(chosen, int):
-        chosen = slice(chosen, chosen + 1 or None)
     if not isinstance(chosen, slice):
-        raise ValueError(f"{file}: index {index!r} does not choose frames; use an integer or start:stop:step")
+        try:
+            number = as_int(cast(int, chosen))
+        except TypeError:
+            raise ValueError(
+                f"{file}: index {index!r} does not choose frames; use an integer or start:stop:step"
+            ) from None
+        chosen = slice(number, number + 1 or None)
     numbered = enumerate(_xyz_texts(file))
     bounds = (chosen.start, chosen.stop, chosen.step)
     if any(bound is not None and bound < 0 for bound in bounds):
         # Counting from the end needs the number of frames: one pass over the lines, nothing kept.
-        count = sum(1 for _ in _xyz_texts(file))
-        wanted = range(count)[chosen]
+        wanted = range(sum(1 for _ in _xyz_texts(file)))[chosen]
         if wanted.step < 0:
             picked = {number: text for number, text in numbered if number in wanted}
             numbered = ((number, picked[number]) for number in wanted)
@@ -295,59 +376,94 @@ def _xyz_frames(file: Path, kind: str, index: int | str | slice) -> Iterator[Fra
     else:
         numbered = islice(numbered, *bounds)
     for number, text in numbered:
-        yield number, _xyz_parser(text, kind)
+        yield number, _failing(text) if isinstance(text, Exception) else partial(_parse_xyz, text, kind)
 
 
-def _xyz_parser(text: "str | ValueError", kind: str) -> "Callable[[], Atoms]":
-    def parse() -> "Atoms":
-        import io
+def _parse_xyz(text: bytes, kind: str) -> "Atoms":
+    import ase.io
 
-        import ase.io
-
-        if isinstance(text, ValueError):
-            raise text
-        return ase.io.read(io.StringIO(text), format=kind, index=0)  # pyright: ignore[reportReturnType]
-
-    return parse
+    return cast("Atoms", ase.io.read(StringIO(text.decode()), format=kind, index=0))
 
 
-def _xyz_texts(file: Path) -> "Iterator[str | ValueError]":
+def _xyz_texts(file: Path) -> Iterator[bytes | ValueError]:
     """Text of each frame, or what is wrong with it."""
     from ase.io.formats import open_with_compression
 
-    with open_with_compression(os.fspath(file), "r") as stream:
-        lines: Iterator[str] = iter(stream)
-        while (line := next(lines, None)) is not None:
+    with open_with_compression(os.fspath(file), "rb") as stream:
+        lines = _Lines(stream)
+        for line in lines:
             if not line.strip():
                 continue
-            count = _atom_count(line)
-            if count is None:
-                yield ValueError(f"expected a number of atoms, found {line.strip()[:40]!r}")
-                lines = dropwhile(lambda text: _atom_count(text) is None, lines)
+            atoms = _atom_count(line)
+            if atoms is None:
+                yield ValueError(f"expected a number of atoms, found {_shown(line)}")
+                lines.skip_to(lambda text: _atom_count(text) is not None)
                 continue
-            rows = list(islice(lines, count + 1))
+            rows = list(islice(lines, atoms + 1))
             # A bare number among the atoms is the head of the next frame: this one is too short.
             head = next((k for k, row in enumerate(rows[1:], start=1) if _atom_count(row) is not None), None)
             if head is not None:
-                yield ValueError(f"{count} atoms announced, {head - 1} found")
-                lines = chain(rows[head:], lines)
-            elif len(rows) < count + 1:
-                yield ValueError(f"truncated: {count} atoms announced, {max(len(rows) - 1, 0)} found")
+                lines.push_back(rows[head:])
+                yield ValueError(f"{atoms} atoms announced, {head - 1} found")
+            elif len(rows) < atoms + 1:
+                yield ValueError(f"truncated: {atoms} atoms announced, {max(len(rows) - 1, 0)} found")
+            elif atoms and len(lines.peek().split()) == len(rows[-1].split()) > 1:
+                lines.skip_to(lambda text: _atom_count(text) is not None)
+                yield ValueError(f"more atoms than the {atoms} announced")
             else:
-                yield line + "".join(rows)
+                yield line + b"".join(rows)
+    if lines.failure is not None:
+        yield ValueError(f"cannot be read any further: {lines.failure}")
 
 
-def _atom_count(line: str) -> int | None:
+class _Lines:
+    """Lines of a stream, some of which can be put back. Damage to a compressed file ends them: see ``failure``."""
+
+    def __init__(self, stream: Iterable[bytes]) -> None:
+        self.stream = iter(stream)
+        self.waiting: deque[bytes] = deque()
+        self.failure: Exception | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> bytes:
+        if self.waiting:
+            return self.waiting.popleft()
+        try:
+            return next(self.stream)
+        except _BROKEN_FILE as error:
+            self.failure = error
+            raise StopIteration from None
+
+    def push_back(self, rows: Iterable[bytes]) -> None:
+        self.waiting.extendleft(reversed(list(rows)))
+
+    def peek(self) -> bytes:
+        """Next line without taking it; empty at the end."""
+        self.push_back(list(islice(self, 1)))
+        return self.waiting[0] if self.waiting else b""
+
+    def skip_to(self, wanted: Callable[[bytes], bool]) -> None:
+        """Drop lines until the next one is wanted."""
+        self.push_back(list(islice(filter(wanted, self), 1)))
+
+
+def _atom_count(line: bytes) -> int | None:
     text = line.strip()
-    return int(text) if text.isdecimal() else None
+    return int(text) if text.isdigit() else None
+
+
+def _shown(line: bytes) -> str:
+    return repr(line.strip()[:40].decode(errors="replace"))
 
 
 class _LabelCheck:
     """Counts frames whose labels are absent, or stand under another name than the one asked for."""
 
-    def __init__(self, file: Path, options: Mapping[str, Any]) -> None:
+    def __init__(self, file: Path, keys: Mapping[str, str]) -> None:
         self.file = file
-        self.keys = {label: options.get(f"{label}_key", label) for label in ("energy", "forces", "stress")}
+        self.keys = keys
         self.frames = 0
         self.missing: Counter[str] = Counter()
         self.similar: dict[str, Counter[str]] = {label: Counter() for label in self.keys}
@@ -357,12 +473,19 @@ class _LabelCheck:
         for label in self.keys:
             if label not in data:
                 self.missing[label] += 1
-                stem = label.removesuffix("s") if label == "forces" else label
-                self.similar[label].update(name for name in (*data.info, *data.keys()) if stem in name.lower())
+                stem = "force" if label == "forces" else label
+                self.similar[label].update(
+                    name for name in (*data.info, *data.keys()) if stem in name.lower()
+                )
 
     def report(self) -> None:
         for label, key in self.keys.items():
-            hint = "".join(f"; {n} have {name!r} (pass {label}_key={name!r})" for name, n in self.similar[label].items())
-            if self.missing[label] and (hint or key != label):
-                message = f"{self.file}: {self.missing[label]} of {self.frames} frames have no {label} under the key {key!r}"
-                warnings.warn(message + hint, UserWarning, stacklevel=4)
+            hint = "".join(f"; {n} have {name!r}" for name, n in self.similar[label].items())
+            usual = key == label and label in ("energy", "forces", "stress")
+            if hint and label in ("energy", "forces", "stress"):
+                hint += f" ({label}_key=… says which to take)"
+            if self.missing[label] and (hint or not usual):
+                lacking = (
+                    f"{self.missing[label]} of {self.frames} frames have no {label} under the key {key!r}"
+                )
+                warnings.warn(f"{self.file}: {lacking}{hint}", UserWarning, stacklevel=4)

@@ -42,7 +42,8 @@ class Field:
     level : {"node", "edge", "system"}
         What its leading dimension counts.
     shape : tuple of (int or None) or None
-        Shape behind the leading dimension; ``None`` as an entry means any length there, ``None`` as a whole any shape.
+        Shape behind the leading dimension; ``None`` as an entry means any length there, ``None`` as a whole any
+        shape.
     kind : {"float", "int", "bool", "number"}
         Kind of dtype; ``"number"`` takes integers and floats.
     unit : str
@@ -50,8 +51,8 @@ class Field:
     doc : str
         One line of meaning.
     neutral : float or None
-        Value that stands for "not given" when some graphs of a batch have the field and others do not. ``None``: there is
-        no such value, and joining such graphs is an error unless a fill is asked for.
+        Value that stands for "not given" when some graphs of a batch have the field and others do not. ``None``: there
+        is no such value, and joining such graphs is an error unless a fill is asked for.
     refers_to_atoms : bool
         The values are indices of atoms: batch-global in a batch, local in a single structure.
     persistent : bool
@@ -78,6 +79,7 @@ class Field:
         return "[" + ", ".join((f"num_{self.level}s", *tail)) + "]"
 
 
+# fmt: off
 _rows = [
     Field("positions", "node", (3,), "float", "Å", "Cartesian positions"),
     Field("atomic_numbers", "node", (), "int", "", "atomic numbers, 0 for a dummy atom"),
@@ -112,6 +114,7 @@ _rows = [
     Field("system_id", "system", (1,), "int", "", "identity of a structure over a run"),
     Field("system_step", "system", (1,), "int", "", "steps a structure has made"),
 ]
+# fmt: on
 _fields: dict[str, Field] = {row.name: row for row in _rows}
 
 FIELDS: Mapping[str, Field] = MappingProxyType(_fields)
@@ -158,6 +161,8 @@ def as_level(level: str) -> Level:
             return "edge"
         case "system":
             return "system"
+        case _:
+            pass
     raise ValueError(f"unknown level {level!r}; levels are 'node' (or 'atom'), 'edge' and 'system'")
 
 
