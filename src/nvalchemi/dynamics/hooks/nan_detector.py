@@ -1,0 +1,93 @@
+"""Stop at values that are not finite."""
+
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+from enum import Enum
+from typing import Literal
+
+from torch import Tensor
+
+from nvalchemi.data import Batch
+from nvalchemi.dynamics.base import FAILED
+from nvalchemi.dynamics.hooks._context import dynamics_context
+from nvalchemi.dynamics.segments import max_per_graph
+from nvalchemi.hooks import HookContext
+
+logger = logging.getLogger(__name__)
+
+
+class NaNDetectorHook:
+    """Look for NaN and infinity in energy, forces and other fields of active structures.
+
+    Two atoms at the same place, a time step that is too long or a model far outside its training data end
+    here, before the integrator moves anything with such forces.
+
+    Parameters
+    ----------
+    frequency : int, default 1
+        Look every so many steps.
+    extra_keys : sequence of str, optional
+        Further fields per atom or per structure.
+    action : {"raise", "warn", "quarantine"}, default "raise"
+        ``"raise"``: ``RuntimeError``. ``"warn"``: a ``UserWarning`` for each structure once.
+        ``"quarantine"``: the structure gets the status ``FAILED``, stops at once and is logged as a warning;
+        the others go on undisturbed.
+    stage : Enum, optional
+        Default ``AFTER_COMPUTE``.
+
+    Raises
+    ------
+    RuntimeError
+        With step, field, graph indices and system ids (``action="raise"``).
+    """
+
+    default_stages = ("AFTER_COMPUTE",)
+    part_of_evaluation = True
+    order_role = "check"
+
+    def __init__(
+        self,
+        frequency: int = 1,
+        extra_keys: Sequence[str] | None = None,
+        action: Literal["raise", "warn", "quarantine"] = "raise",
+        stage: Enum | None = None,
+    ) -> None:
+        if action not in ("raise", "warn", "quarantine"):
+            raise ValueError(f"action must be 'raise', 'warn' or 'quarantine', got {action!r}")
+        self.frequency = frequency
+        self.keys = ("energy", "forces", *(extra_keys or ()))
+        self.action = action
+        self.stage = stage
+        self._warned: set[int] = set()
+
+    def __call__(self, ctx: HookContext, stage: Enum) -> None:
+        """Check the batch."""
+        dynamics, batch = dynamics_context(self, ctx)
+        for key in self.keys:
+            values: Tensor = batch[key]
+            # One sum finds NaN and infinity; where it overflows without them the close look below finds
+            # nothing.
+            if not math.isfinite(float(values.detach().sum())):
+                self._look_closely(batch, key, values, dynamics.active_graph_mask, dynamics.step_count)
+
+    def _look_closely(self, batch: Batch, key: str, values: Tensor, active: Tensor | None, step: int) -> None:
+        rows = ~values.reshape(values.shape[0], -1).isfinite().all(1)
+        bad = rows if batch.level(key) == "system" else max_per_graph(rows.double(), batch.batch_ptr) > 0
+        if active is not None:
+            bad = bad & active
+        graphs: list[int] = bad.nonzero()[:, 0].tolist()
+        if not graphs:
+            return
+        ids: list[int] = batch.system_id[bad, 0].tolist()
+        message = f"step {step}: {key} is not finite in graphs {graphs} (system_id {ids})"
+        if self.action == "raise":
+            raise RuntimeError(message)
+        if self.action == "warn":
+            if not self._warned.issuperset(ids):
+                self._warned.update(ids)
+                warnings.warn(message, UserWarning, stacklevel=2)
+            return
+        batch.status.masked_fill_(bad.unsqueeze(-1), FAILED)
+        logger.warning("%s; given up", message)

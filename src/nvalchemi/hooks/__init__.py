@@ -1,0 +1,23 @@
+"""Hooks shared by every workflow: protocols, contexts, the registry, and hooks that work in any engine."""
+
+from nvalchemi.hooks.bias import BiasedPotentialHook
+from nvalchemi.hooks.context import DynamicsContext, HookContext, TrainContext, active_graphs
+from nvalchemi.hooks.neighbor_list import NeighborListHook
+from nvalchemi.hooks.order import HookOrderWarning
+from nvalchemi.hooks.protocols import CheckpointableHook, Hook
+from nvalchemi.hooks.registry import HookRegistryMixin
+from nvalchemi.hooks.wrap import WrapPeriodicHook
+
+__all__ = [
+    "BiasedPotentialHook",
+    "CheckpointableHook",
+    "DynamicsContext",
+    "Hook",
+    "HookContext",
+    "HookOrderWarning",
+    "HookRegistryMixin",
+    "NeighborListHook",
+    "TrainContext",
+    "WrapPeriodicHook",
+    "active_graphs",
+]
