@@ -1,0 +1,39 @@
+"""Run every benchmark in this folder and rewrite RESULTS.md from the JSON lines that they print."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+KEYS = ("name", "size", "threads", "value", "unit", "ratio", "against")
+
+
+def cases(script: Path) -> list[dict[str, object]]:
+    """Cases that a benchmark prints; other lines pass through."""
+    print(f"--- {script.name}", flush=True)
+    output = subprocess.run(
+        [sys.executable, str(script)], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    print(output, end="", flush=True)
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def main() -> None:
+    scripts = [script for script in sorted(HERE.glob("*.py")) if script.name != Path(__file__).name]
+    lines = [
+        "# Results",
+        f"Written by `make bench` on {datetime.date.today()}: {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}.",
+    ]
+    for script in scripts:
+        lines += ["", f"## {script.stem}", "| " + " | ".join(KEYS) + " |", "|" + "---|" * len(KEYS)]
+        lines += ["| " + " | ".join(str(case.get(key, "")) for key in KEYS) + " |" for case in cases(script)]
+    (HERE / "RESULTS.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

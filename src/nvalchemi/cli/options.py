@@ -1,0 +1,24 @@
+"""Options that several commands share."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Files = Annotated[
+    list[Path], typer.Argument(help="Structures, in any format that ASE reads.", show_default=False)
+]
+Model = Annotated[str, typer.Option(help="Potential; `nvalchemi models` lists them.", show_default=False)]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU where there is one.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads.  [default: torch's]", show_default=False)
+]
+Log = Annotated[
+    Path | None, typer.Option(help="Write a log: .csv, or .jsonl for JSON lines.", show_default=False)
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")]
+ShowHooks = Annotated[bool, typer.Option("--show-hooks", help="Print which hook fires where, and go on.")]
+
+Ensemble = Literal["nve", "nvt", "npt"]
+Optimizer = Literal["fire"]

@@ -1,0 +1,72 @@
+"""Checks on what a command is going to write, made before anything is run."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from nvalchemi.cli.errors import InputError
+from nvalchemi.data.io import output_format
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: list[Path], *, overwrite: bool) -> None:
+    """Refuse outputs that cannot be written, would replace a file unasked, or are an input.
+
+    Parameters
+    ----------
+    outputs : mapping of str to Path or None
+        The files by the option that named them.
+    inputs : list of Path
+        Files that are read.
+    overwrite : bool
+        Whether files that exist may be replaced.
+    """
+    named = {option: file for option, file in outputs.items() if file is not None}
+    sources = {file.resolve() for file in inputs}
+    seen: dict[Path, str] = {}
+    for option, file in named.items():
+        if file.is_dir():
+            raise InputError(f"{option} {file} is a directory")
+        if not file.parent.is_dir():
+            raise InputError(f"{option} {file}: no such directory: {file.parent}")
+        if not os.access(file.parent, os.W_OK):
+            raise InputError(f"{option} {file}: directory {file.parent} is not writable")
+        if file.resolve() in sources:
+            raise InputError(f"{option} {file} is an input file")
+        if file.exists() and not overwrite:
+            raise InputError(f"{option} {file} exists; --overwrite replaces it")
+        if file.resolve() in seen:
+            raise InputError(f"{option} and {seen[file.resolve()]} are the same file, {file}")
+        seen[file.resolve()] = option
+
+
+def check_structure_file(option: str, file: Path, count: int) -> None:
+    """:class:`InputError` unless the format that the file's name stands for can hold ``count`` structures."""
+    from ase.io.formats import ioformats
+
+    try:
+        kind = output_format(file)
+    except ValueError as error:
+        raise InputError(f"{option} {error}") from error
+    if kind != "zarr" and ioformats[kind].single and count != 1:
+        raise InputError(
+            f"{option} {file}: format {kind!r} holds one structure, not {count}; use .extxyz or .traj"
+        )
+
+
+def check_trajectory_file(file: Path | None) -> None:
+    """:class:`InputError` unless the file is one that frames can be appended to while the run goes on."""
+    if file is not None and file.suffix not in (".extxyz", ".xyz"):
+        raise InputError(
+            f"--traj {file}: trajectories are written as .extxyz; `nvalchemi convert` makes others of them"
+        )
+
+
+def log_backend(file: Path) -> Literal["csv", "jsonl"]:
+    """``"csv"`` or ``"jsonl"``, by the suffix."""
+    match file.suffix:
+        case ".csv":
+            return "csv"
+        case ".jsonl":
+            return "jsonl"
+    raise InputError(f"--log {file}: the suffix must be .csv or .jsonl")

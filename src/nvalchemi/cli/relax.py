@@ -1,0 +1,155 @@
+"""``nvalchemi relax``: relax every structure of the given files in one batch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nvalchemi.cli import options
+
+if TYPE_CHECKING:
+    from nvalchemi.cli.structures import Structure
+    from nvalchemi.data import AtomicData, Batch
+    from nvalchemi.dynamics import BaseDynamics
+    from nvalchemi.models.base import BaseModelMixin
+
+_FIRST_STEP = 1.0
+"""Time step (fs) that FIRE starts with, as in ASE's 0.1 Å·sqrt(amu/eV); it grows tenfold where the way is
+straight."""
+
+
+def relax(
+    files: options.Files,
+    model: options.Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Relaxed structures.", show_default=False)],
+    cell: Annotated[bool, typer.Option("--cell", help="Relax the cells too, to zero stress.")] = False,
+    fmax: Annotated[
+        float, typer.Option(help="Converged when no force (with --cell: nor cell force) is above, eV/Å.")
+    ] = 0.05,
+    steps: Annotated[int, typer.Option(min=1, help="Steps at most.")] = 500,
+    optimizer: Annotated[options.Optimizer, typer.Option(help="Minimiser.")] = "fire",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    log: options.Log = None,
+    overwrite: options.Overwrite = False,
+    quiet: options.Quiet = False,
+    show_hooks: options.ShowHooks = False,
+) -> None:
+    """Relax every structure of all FILES in one batch.
+
+    Structures keep what the files say of them (names, tags, fixed atoms); energy, forces and stress are
+    added, and whether they converged. Those that did not are written too; the exit code is then 1.
+    """
+    from nvalchemi.cli import output as outputs
+    from nvalchemi.cli import session
+    from nvalchemi.cli import structures as inputs
+    from nvalchemi.cli.errors import InputError, InterruptError, RunError
+
+    if not fmax > 0:
+        raise InputError(f"--fmax must be positive, got {fmax}")
+    outputs.check_outputs({"--output": output, "--log": log}, files, overwrite=overwrite)
+    structures = inputs.read_structures(files)
+    outputs.check_structure_file("--output", output, len(structures))
+    if cell:
+        inputs.require_cells(structures)
+    session.set_threads(threads)
+    where = session.choose_device(device)
+    potential = session.load(model, where)
+    batch = inputs.make_batch(structures, potential, where, keep_velocities=False)
+    dynamics = _make_dynamics(
+        potential, len(structures), cell=cell, fmax=fmax, steps=steps, log=log, quiet=quiet
+    )
+    if show_hooks:
+        typer.echo(dynamics.describe_hooks())
+
+    interrupted = session.run(dynamics, structures, batch, steps)
+
+    converged = (batch.status[:, 0] >= dynamics.exit_status).tolist()
+    results = inputs.with_results(structures, batch, velocities=False)
+    for data, done in zip(results, converged, strict=True):
+        data.info["converged"] = done
+    session.save(output, results)
+    if not quiet:
+        _print_results(structures, results, batch, converged, cell=cell)
+    if interrupted:
+        raise InterruptError(
+            f"interrupted at step {dynamics.step_count}; {output} has the structures as they were then"
+        )
+    session.check_finite(structures, batch)
+    failed = [structure.label for structure, done in zip(structures, converged, strict=True) if not done]
+    if failed:
+        shown = ", ".join(failed[:5]) + (" …" if len(failed) > 5 else "")
+        raise RunError(
+            f"{len(failed)} of {len(structures)} not converged to {fmax} eV/Å in {steps} steps: {shown}"
+        )
+
+
+def _make_dynamics(
+    potential: "BaseModelMixin",
+    count: int,
+    *,
+    cell: bool,
+    fmax: float,
+    steps: int,
+    log: Path | None,
+    quiet: bool,
+) -> "BaseDynamics":
+    from nvalchemi.cli import session
+    from nvalchemi.dynamics import FIRE, ConvergenceHook, FIREVariableCell
+    from nvalchemi.hooks import DynamicsContext
+
+    def describe(ctx: DynamicsContext) -> str:
+        active = count if ctx.active_graph_mask is None else int(ctx.active_graph_mask.sum())
+        return f"{count - active} of {count} converged"
+
+    minimiser = FIREVariableCell if cell else FIRE
+    return minimiser(
+        potential,
+        dt=_FIRST_STEP,
+        hooks=[*session.log_hooks(log, frequency=1), *session.terminal_hooks(steps, describe, quiet=quiet)],
+        convergence_hook=ConvergenceHook.from_fmax(fmax),
+    )
+
+
+def _print_results(
+    structures: "Sequence[Structure]",
+    results: "Sequence[AtomicData]",
+    batch: "Batch",
+    converged: Sequence[bool],
+    *,
+    cell: bool,
+) -> None:
+    """One row per structure, with lattice constants where the file gives measured ones (a_exp, c_exp)."""
+    import torch
+
+    from nvalchemi import units
+    from nvalchemi.cli.tables import Cell, Column, print_table
+    from nvalchemi.dynamics.thermo import max_force
+
+    columns = [
+        Column("#"), Column("name"), Column("atoms", "d"), Column("steps", "d"), Column("energy/eV", ".4f"),
+        Column("fmax/eV/Å", ".4f"), Column("ΔV/%", "+.2f"), Column("max|σ|/GPa", ".3f"),
+        Column("a/Å", ".4f"), Column("exp", ".3f"), Column("Δ/%", "+.2f"),
+        Column("c/Å", ".4f"), Column("exp", ".3f"), Column("Δ/%", "+.2f"), Column("converged"),
+    ]  # fmt: skip
+    largest = max_force(batch).tolist()
+    rows: list[list[Cell]] = []
+    for k, (structure, result) in enumerate(zip(structures, results, strict=True)):
+        row: list[Cell] = [
+            str(k), structure.name, result.num_nodes, int(batch.system_step[k, 0]), result.energy.item(), largest[k],
+        ]  # fmt: skip
+        if cell:
+            growth = torch.linalg.det(result.cell[0]) / torch.linalg.det(structure.data.cell[0]) - 1
+            row += [100 * growth.item(), result.stress.abs().max().item() / units.GPa]
+        else:
+            row += [None, None]
+        for axis, key in ((0, "a_exp"), (2, "c_exp")):
+            measured = structure.data.info.get(key) if cell else None
+            if isinstance(measured, int | float):
+                length = result.cell[0, axis].norm().item()
+                row += [length, float(measured), 100 * (length / measured - 1)]
+            else:
+                row += [None, None, None]
+        rows.append([*row, "yes" if converged[k] else "no"])
+    print_table(columns, rows)

@@ -1,0 +1,183 @@
+import csv
+import json
+from pathlib import Path
+
+import ase.io
+import numpy as np
+import pytest
+from ase import Atoms, units
+from ase.build import bulk
+
+
+def md(command, *arguments):
+    return command("md", *arguments, "--model", "lj-argon")
+
+
+def set_velocities(atoms, seed):
+    """Velocities of about 50 K."""
+    atoms.set_velocities(np.random.default_rng(seed).normal(scale=0.01, size=(len(atoms), 3)))
+
+
+def rows_of(path):
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def test_log_trajectory_and_end_hold_every_structure(command, crystals):
+    result = md(
+        command, crystals, "--ensemble", "nve", "--temperature", 40, "--dt", 4, "--steps", 40,
+        "--log", "md.csv", "--log-every", 10, "--traj", "md.extxyz", "--traj-every", 20, "-o", "end.extxyz",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    rows = rows_of("md.csv")
+    assert [(int(row["step"]), int(row["system_id"])) for row in rows] == [
+        (s, k) for s in (0, 10, 20, 30) for k in (0, 1)
+    ]
+    assert float(rows[-1]["time"]) == pytest.approx(31 * 4.0)
+    frames = ase.io.read("md.extxyz", ":")
+    assert [(f.info["system_step"], f.info["system_id"]) for f in frames] == [
+        (s, k) for s in (1, 21, 40) for k in (0, 1)
+    ]
+    assert [f.info["name"] for f in frames[:2]] == ["small", "large"]
+    for atoms, last in zip(ase.io.read("end.extxyz", ":"), frames[-2:], strict=True):
+        assert np.allclose(atoms.positions, last.positions, atol=1e-7)
+        assert np.allclose(atoms.get_velocities(), last.get_velocities(), atol=1e-7)
+        assert atoms.get_potential_energy() == pytest.approx(last.get_potential_energy(), abs=1e-7)
+
+
+def test_nvt_prints_mean_temperatures(command, crystals):
+    result = md(command, crystals, "--temperature", 50, "--steps", 20)
+    assert result.code == 0
+    assert "mean T/K" in result.out
+    (row,) = [line for line in result.out.splitlines() if "large" in line]
+    assert row.split()[3] == "20"
+
+
+def test_same_seed_same_path_alone_or_in_a_batch(command, crystals):
+    alone = ase.io.read(crystals, 0)
+    ase.io.write("alone.extxyz", alone)
+    options = ("--temperature", 50, "--steps", 10, "--seed", 7, "--quiet", "-o")
+    assert md(command, crystals, *options, "both.extxyz").code == 0
+    assert md(command, "alone.extxyz", *options, "one.extxyz").code == 0
+    assert np.allclose(
+        ase.io.read("both.extxyz", 0).positions, ase.io.read("one.extxyz").positions, atol=1e-7
+    )
+
+
+def test_velocities_of_the_files_are_kept(command):
+    atoms = bulk("Ar", "fcc", a=5.3, cubic=True)
+    set_velocities(atoms, seed=1)
+    ase.io.write("in.traj", atoms)
+    assert (
+        md(command, "in.traj", "--ensemble", "nve", "--dt", 0.001, "--steps", 1, "-o", "out.traj").code == 0
+    )
+    assert np.allclose(ase.io.read("out.traj").get_velocities(), atoms.get_velocities(), atol=1e-6)
+
+
+def test_nve_agrees_with_velocity_verlet_of_ase(command):
+    from ase.calculators.lj import LennardJones
+    from ase.md.verlet import VelocityVerlet
+
+    atoms = bulk("Ar", "fcc", a=5.4, cubic=True).repeat(2)
+    set_velocities(atoms, seed=3)
+    ase.io.write("in.traj", atoms)
+    assert (
+        md(command, "in.traj", "--ensemble", "nve", "--dt", 5, "--steps", 10, "-o", "out.traj", "-q").code
+        == 0
+    )
+    atoms.calc = LennardJones(epsilon=0.0104, sigma=3.40, rc=8.5, smooth=False)
+    VelocityVerlet(atoms, timestep=5 * units.fs).run(10)
+    assert np.allclose(ase.io.read("out.traj").positions, atoms.positions, atol=1e-7)
+
+
+def test_jsonl_log_has_an_object_per_row(command, crystals):
+    assert md(command, crystals, "--temperature", 50, "--steps", 1, "--log", "md.jsonl").code == 0
+    rows = [json.loads(line) for line in Path("md.jsonl").read_text().splitlines()]
+    assert [row["system_id"] for row in rows] == [0, 1]
+    assert rows[0]["volume"] == pytest.approx(5.35**3)
+
+
+def test_overwrite_replaces_log_and_trajectory(command, crystals):
+    options = (
+        "--temperature",
+        50,
+        "--steps",
+        2,
+        "--log",
+        "md.csv",
+        "--log-every",
+        1,
+        "--traj",
+        "md.extxyz",
+        "-q",
+    )
+    assert md(command, crystals, *options).code == 0
+    assert md(command, crystals, *options).code == 2
+    assert md(command, crystals, *options, "--overwrite").code == 0
+    assert len(rows_of("md.csv")) == 4
+    assert len(ase.io.read("md.extxyz", ":")) == 4
+
+
+def test_overlapping_atoms_are_named_before_the_run(command, crystals, tmp_path):
+    overlap = Atoms("Ar2", [[0, 0, 0], [0, 0, 0]], info={"name": "overlap"})
+    ase.io.write("overlap.traj", overlap)
+    result = md(command, crystals, "overlap.traj", "--temperature", 10, "--steps", 2, "--log", "md.csv")
+    assert result.code == 2
+    assert "overlap (overlap.traj, frame 0)" in result.err
+    assert not (tmp_path / "md.csv").exists()
+
+
+def test_energy_that_becomes_nan_is_a_failed_run_that_names_the_structure(command, crystals, monkeypatch):
+    from nvalchemi.models.lj import LennardJonesModelWrapper
+
+    calls = []
+    forward = LennardJonesModelWrapper.forward
+
+    def forward_with_nan(self, data):
+        calls.append(1)
+        outputs = dict(forward(self, data))
+        if len(calls) == 4:
+            outputs["energy"][1] = np.nan
+        return outputs
+
+    monkeypatch.setattr(LennardJonesModelWrapper, "forward", forward_with_nan)
+    result = md(command, crystals, "--temperature", 10, "--steps", 3, "-o", "end.extxyz")
+    assert result.code == 1
+    assert "large" in result.err
+    assert "small" not in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+BAD = {
+    "npt": (["--ensemble", "npt", "--temperature", 50], "npt"),
+    "nvt without temperature": (["--ensemble", "nvt"], "--temperature"),
+    "nve without any velocities": (["--ensemble", "nve"], "--temperature"),
+    "negative temperature": (["--temperature", -1], "temperature"),
+    "infinite temperature": (["--temperature", "inf"], "temperature"),
+    "time step of zero": (["--temperature", 50, "--dt", 0], "dt"),
+    "negative friction": (["--temperature", 50, "--friction", -0.1], "friction"),
+    "trajectory of unknown kind": (["--temperature", 50, "--traj", "a.nothing"], "a.nothing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_end_with_one_line_and_no_file(command, crystals, case, tmp_path):
+    arguments, message = BAD[case]
+    result = md(command, crystals, "--steps", 5, *arguments, "-o", "out.extxyz", "--log", "md.csv")
+    assert result.code == 2
+    assert len(result.err.splitlines()) == 1, result.err
+    assert message in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["argon.extxyz"]
+
+
+def test_element_that_the_potential_does_not_know_leaves_old_files_alone(command, tmp_path):
+    ase.io.write("in.extxyz", [bulk("Ar", "fcc", a=5.3, cubic=True), bulk("Kr", "fcc", a=5.6, cubic=True)])
+    for name in ("md.csv", "md.extxyz", "out.extxyz"):
+        (tmp_path / name).write_text("mine")
+    result = md(
+        command, "in.extxyz", "--temperature", 50, "--steps", 5, "--overwrite",
+        "--log", "md.csv", "--traj", "md.extxyz", "-o", "out.extxyz",
+    )  # fmt: skip
+    assert result.code == 2
+    assert "atomic number 36 in graph 1" in result.err
+    assert [(tmp_path / name).read_text() for name in ("md.csv", "md.extxyz", "out.extxyz")] == ["mine"] * 3

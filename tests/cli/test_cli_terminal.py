@@ -1,0 +1,60 @@
+"""The installed command in a process of its own, in a terminal and in a pipe."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = str(Path(sys.executable).with_name("nvalchemi"))
+
+
+def run_in_terminal(*arguments: object, interrupt_after: bytes | None = None) -> tuple[int, str]:
+    """Exit code and screen output; types Ctrl-C when `interrupt_after` has appeared."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(COMMAND, ["nvalchemi", *map(str, arguments)])
+    screen = b""
+    while True:
+        try:
+            screen += os.read(terminal, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if interrupt_after is not None and interrupt_after in screen:
+            os.write(terminal, b"\x03")
+            interrupt_after = None
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), screen.decode()
+
+
+def test_progress_is_shown_in_a_terminal_and_ctrl_c_leaves_results(crystals):
+    code, screen = run_in_terminal(
+        "md", crystals, "--model", "lj-argon", "--temperature", 40, "--steps", 10**8, "-o", "end.extxyz",
+        interrupt_after=b" K",  # the temperature behind the bar
+    )  # fmt: skip
+    assert code == 130, screen
+    assert "interrupted at step" in screen
+    assert Path("end.extxyz").stat().st_size > 0
+
+
+def test_quiet_shows_no_progress_in_a_terminal(crystals):
+    code, screen = run_in_terminal(
+        "md", crystals, "--model", "lj-argon", "--temperature", 40, "--steps", 5, "--quiet"
+    )
+    assert (code, screen) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["relax", "absent.xyz", "--model", "lj-argon", "-o", "out.xyz"], 2, "no such file"),
+        (["no-such-command"], 2, "no-such-command"),
+    ],
+)
+def test_mistakes_end_without_a_traceback(arguments, code, message):
+    result = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == code
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
