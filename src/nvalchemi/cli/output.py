@@ -1,7 +1,7 @@
 """Checks on what a command is going to write, made before anything is run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -9,7 +9,13 @@ from nvalchemi.cli.errors import InputError
 from nvalchemi.data.io import output_format
 
 
-def check_outputs(outputs: Mapping[str, Path | None], inputs: list[Path], *, overwrite: bool) -> None:
+def check_outputs(
+    outputs: Mapping[str, Path | None],
+    inputs: list[Path],
+    *,
+    overwrite: bool,
+    continued: Collection[str] = (),
+) -> None:
     """Refuse outputs that cannot be written, would replace a file unasked, or are an input.
 
     Parameters
@@ -20,6 +26,8 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: list[Path], *, ove
         Files that are read.
     overwrite : bool
         Whether files that exist may be replaced.
+    continued : collection of str, optional
+        Options whose files may exist because this run goes on with them.
     """
     named = {option: file for option, file in outputs.items() if file is not None}
     sources = {file.resolve() for file in inputs}
@@ -33,11 +41,20 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: list[Path], *, ove
             raise InputError(f"{option} {file}: directory {file.parent} is not writable")
         if file.resolve() in sources:
             raise InputError(f"{option} {file} is an input file")
-        if file.exists() and not overwrite:
+        if file.exists() and not overwrite and option not in continued:
             raise InputError(f"{option} {file} exists; --overwrite replaces it")
         if file.resolve() in seen:
             raise InputError(f"{option} and {seen[file.resolve()]} are the same file, {file}")
         seen[file.resolve()] = option
+
+
+def continued_outputs(restart: Path | None) -> Collection[str]:
+    """Options whose files belong to the run that is resumed: all of them when there is a state to go on from."""
+    from nvalchemi.dynamics.restart import RestartFile
+
+    if restart is None or not RestartFile(restart, 1).exists():
+        return ()
+    return ("--restart", "--log", "--traj", "--output")
 
 
 def check_structure_file(option: str, file: Path, count: int) -> None:

@@ -47,7 +47,8 @@ def iread(
     Parameters
     ----------
     path : path
-        File in any format that ASE reads (extxyz, cif, POSCAR, traj, db, …; compressed ones too).
+        File in any format that ASE reads (extxyz, cif, POSCAR, traj, db, …; compressed ones too), or a Zarr
+        store (``.zarr``; its fields are read under their own names).
     index : int, slice or str, default ":"
         Which frames, as in ASE. Counting backwards (``"::-1"``) keeps the chosen frames in memory.
     format : str, optional
@@ -79,6 +80,10 @@ def iread(
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
     file = Path(path)
+    if format == "zarr" or (format is None and _is_zarr(path)):
+        from nvalchemi.data.zarr import iread_zarr
+
+        return iread_zarr(path, index, on_error=on_error, device=device, dtype=dtype)
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not a file" if file.exists() else f"no such file: {file}")
     if file.stat().st_size == 0:
@@ -136,7 +141,7 @@ def write(
     format: str | None = None,
     append: bool = False,
 ) -> int:
-    """Write structures to a file in any format that ASE writes.
+    """Write structures to a file in any format that ASE writes, or to a Zarr store (``.zarr``).
 
     The file appears whole or not at all: it is written under another name and then renamed. A file of that
     name is replaced.
@@ -152,7 +157,7 @@ def write(
     format : str, optional
         ASE's name of the format.
     append : bool, default False
-        Add to an xyz or extxyz file instead, frame by frame.
+        Add to an xyz or extxyz file or a Zarr store instead.
 
     Returns
     -------
@@ -167,6 +172,10 @@ def write(
         The folder does not exist; the path is a folder.
     """
     file = Path(path)
+    if format == "zarr" or (format is None and _is_zarr(path)):
+        from nvalchemi.data.zarr import append_zarr, write_zarr
+
+        return append_zarr(path, data) if append else write_zarr(path, data)
     if file.is_dir():
         raise IsADirectoryError(f"{file} is a folder")
     if not file.parent.is_dir():
@@ -195,6 +204,10 @@ def write(
         return len(atoms)
 
 
+def _is_zarr(path: str | os.PathLike[str]) -> bool:
+    return os.fspath(path).rstrip("/").endswith(".zarr")
+
+
 def _frames_of(structures: Iterable[AtomicData]) -> "Iterator[Atoms]":
     for number, structure in enumerate(structures):
         if not isinstance(structure, AtomicData):
@@ -215,6 +228,8 @@ def output_format(path: str | os.PathLike[str], format: str | None = None) -> st
     """
     from ase.io.formats import UnknownFileTypeError, filetype, ioformats
 
+    if format == "zarr" or (format is None and _is_zarr(path)):
+        return "zarr"
     try:
         kind = format or filetype(os.fspath(path), read=False)
         writable = ioformats[kind].can_write

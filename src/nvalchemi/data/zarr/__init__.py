@@ -1,0 +1,14 @@
+"""Structures in Zarr stores; the layout is described in ``docs/zarr_format.md``."""
+
+from nvalchemi.data.zarr.reader import AtomicDataZarrReader, iread_zarr
+from nvalchemi.data.zarr.stores import CorruptChunkError
+from nvalchemi.data.zarr.writer import AtomicDataZarrWriter, append_zarr, write_zarr
+
+__all__ = [
+    "AtomicDataZarrReader",
+    "AtomicDataZarrWriter",
+    "CorruptChunkError",
+    "append_zarr",
+    "iread_zarr",
+    "write_zarr",
+]
