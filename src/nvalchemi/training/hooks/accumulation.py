@@ -1,0 +1,146 @@
+"""Gradient accumulation: one step for several batches."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt, PrivateAttr
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from nvalchemi.hooks import TrainContext
+from nvalchemi.training._ranks import distributed, sum_over_ranks, world_size
+from nvalchemi.training._stages import TrainingStage
+from nvalchemi.training._steps import parameters_of
+from nvalchemi.training.hooks.update import TrainingUpdateHook
+
+
+class GradientAccumulationHook(BaseModel, TrainingUpdateHook):
+    """Add up the gradients of several batches (a window) and step once.
+
+    Parameters
+    ----------
+    steps : int
+        Batches in a window. The last batch of an epoch (``ctx.is_last_batch``) ends its window early.
+    reduction : {"mean", "sum", "graphs"}, default "mean"
+        How the losses of a window are combined:
+
+        * ``"mean"``: their mean; in a window cut short, over the batches it has.
+        * ``"sum"``: their sum.
+        * ``"graphs"``: their mean weighted by the number of structures in each batch. For losses that are means over
+          structures this is the gradient of the one big batch, also when the sizes differ.
+
+    Notes
+    -----
+    Gradients are zeroed before the first batch of a window only, and the step is vetoed except after the last.
+    Models wrapped in :class:`~torch.nn.parallel.DistributedDataParallel` exchange gradients at the last batch only.
+
+    A window that is open when the state is saved keeps its gradients in the state, so that it can be continued.
+
+    Examples
+    --------
+    >>> GradientAccumulationHook(4, reduction="graphs")
+    GradientAccumulationHook(steps=4, reduction='graphs')
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+    priority: ClassVar[int] = 10
+    _exclusive_update_key: ClassVar[str | None] = "gradient accumulation"
+
+    steps: PositiveInt
+    reduction: Literal["mean", "sum", "graphs"] = "mean"
+
+    _count: int = PrivateAttr(default=0)
+    _sizes: list[int] = PrivateAttr(default_factory=list)
+    _optimizers: Sequence[Optimizer] = PrivateAttr(default=())
+    _restored: list[Tensor | None] | None = PrivateAttr(default=None)
+    _unsynchronised: ExitStack = PrivateAttr(default_factory=ExitStack)
+
+    def __init__(self, steps: int, *, reduction: str = "mean") -> None:
+        super().__init__(steps=steps, reduction=reduction)
+
+    def __call__(
+        self, ctx: TrainContext, stage: TrainingStage, will_skip: bool
+    ) -> tuple[bool, Tensor | None]:
+        """Open and close windows, weight the loss, veto the steps inside a window."""
+        match stage:
+            case TrainingStage.BEFORE_BATCH:
+                return self._begin(ctx), ctx.loss
+            case TrainingStage.DO_BACKWARD:
+                return True, self._weighted(ctx)
+            case TrainingStage.DO_OPTIMIZER_STEP:
+                self._unsynchronised.close()
+                if not self._closes_window(ctx):
+                    return False, ctx.loss
+                self._count, self._sizes = 0, []
+        return True, ctx.loss
+
+    def _closes_window(self, ctx: TrainContext) -> bool:
+        return self._count >= self.steps or ctx.is_last_batch
+
+    def _begin(self, ctx: TrainContext) -> bool:
+        """Take up the batch; whether it is the first of its window."""
+        self._optimizers = ctx.optimizers
+        if self._restored is not None:
+            for parameter, gradient in zip(parameters_of(ctx.optimizers), self._restored, strict=True):
+                parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+            self._restored = None
+        self._count += 1
+        self._sizes.append(self._size(ctx))
+        self._unsynchronised.close()
+        if not self._closes_window(ctx):
+            for model in (ctx.models or {}).values():
+                if isinstance(model, DistributedDataParallel):
+                    self._unsynchronised.enter_context(model.no_sync())
+        return self._count == 1
+
+    def _size(self, ctx: TrainContext) -> int:
+        if self.reduction != "graphs":
+            return 1
+        if ctx.batch is None:
+            raise ValueError("reduction 'graphs' needs ctx.batch to count its structures")
+        return ctx.batch.num_graphs
+
+    def _weighted(self, ctx: TrainContext) -> Tensor:
+        """Share of this loss in its window.
+
+        Before the end of the window its total weight is not known; the batches still to come are taken to be
+        as large as the first. Where that turns out wrong, the gradients gathered so far are corrected before
+        the last ones are added.
+        """
+        loss = ctx.loss
+        if loss is None:
+            raise ValueError("there is no loss to accumulate: ctx.loss is None at DO_BACKWARD")
+        if self.reduction == "sum":
+            return loss
+        size, expected = self._sizes[-1], float(self.steps * self._sizes[0])
+        if not self._closes_window(ctx):
+            return loss / (expected / size)
+        total = float(sum(self._sizes))
+        if self.reduction == "graphs" and distributed():
+            # The exchange takes the mean over ranks, which may hold different numbers of structures.
+            total = float(sum_over_ranks(torch.tensor(total, device=loss.device))) / world_size()
+        if total != expected:
+            gradients = [p.grad for p in parameters_of(ctx.optimizers) if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, expected / total)  # pyright: ignore[reportPrivateImportUsage]
+        return loss / (total / size)
+
+    def batch_failed(self) -> None:
+        """Give up the window: the next batch begins a new one."""
+        self._unsynchronised.close()
+        self._count, self._sizes, self._restored = 0, [], None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the window and, inside one, the gradients gathered so far."""
+        gradients: list[Tensor | None] | None = self._restored
+        if self._count and gradients is None:
+            gradients = [p.grad for p in parameters_of(self._optimizers)]
+        return {"count": self._count, "sizes": list(self._sizes), "gradients": gradients}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a window; its gradients are put in place at the next batch."""
+        self._count, self._sizes = state["count"], list(state["sizes"])
+        self._restored = state["gradients"]

@@ -1,0 +1,166 @@
+"""Exponential moving average of a model's weights."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, PrivateAttr
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from nvalchemi.hooks import TrainContext
+from nvalchemi.training._ranks import unwrap
+from nvalchemi.training._stages import TrainingStage
+from nvalchemi.training._steps import steps_made
+from nvalchemi.training.hooks.update import TrainingUpdateHook
+
+
+class EMAHook(BaseModel, TrainingUpdateHook):
+    """Keep an averaged copy of a model: w̄ ← decay · w̄ + (1 − decay) · w after each real step.
+
+    Parameters
+    ----------
+    model_key : str, default "main"
+        Which model.
+    decay : float, default 0.999
+        Weight of the past, in [0, 1).
+    update_every : int, default 1
+        Average at steps whose number is a multiple of it.
+    start_step : int, default 0
+        First step to average; the first update copies the weights.
+    use_buffers : bool, default True
+        Copy the model's buffers (running statistics, reference energies) at every update; otherwise they stay as they
+        were at the first.
+
+    Attributes
+    ----------
+    num_updates : int
+        Updates made so far.
+
+    Notes
+    -----
+    A step that was vetoed, or left out by a gradient scaler, does not count. A strategy validates with the
+    averaged model once there is one, and saves it with its checkpoints.
+
+    Examples
+    --------
+    >>> EMAHook(decay=0.99).num_updates
+    0
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, protected_namespaces=(), frozen=True
+    )
+    priority: ClassVar[int] = 50
+
+    model_key: str = "main"
+    decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
+    update_every: PositiveInt = 1
+    start_step: NonNegativeInt = 0
+    use_buffers: bool = True
+
+    _averaged: AveragedModel | None = PrivateAttr(default=None)
+    _num_updates: int = PrivateAttr(default=0)
+    _restored: dict[str, Tensor] | None = PrivateAttr(default=None)
+    _source: nn.Module | None = PrivateAttr(default=None)
+    _optimizers: list[Optimizer] = PrivateAttr(default_factory=list)
+    _before: list[int] | None = PrivateAttr(default=None)
+
+    def __init__(self, model_key: str = "main", decay: float = 0.999, **options: Any) -> None:
+        super().__init__(model_key=model_key, decay=decay, **options)
+
+    @property
+    def _exclusive_update_key(self) -> str | None:  # pyright: ignore
+        return f"average of model {self.model_key!r}"
+
+    @property
+    def num_updates(self) -> int:
+        """Updates made so far."""
+        return self._num_updates
+
+    def get_averaged_model(self) -> nn.Module:
+        """Return the averaged model.
+
+        Raises
+        ------
+        RuntimeError
+            No step has been averaged yet.
+        """
+        if self._restored is not None and self._source is not None:
+            self._restore(self._source)
+        if self._averaged is None:
+            raise RuntimeError(
+                f"there is no average of model {self.model_key!r} yet: no optimizer step has run"
+                + (f" since start_step={self.start_step}" if self.start_step else "")
+            )
+        return self._averaged.module
+
+    def __call__(
+        self, ctx: TrainContext, stage: TrainingStage, will_skip: bool
+    ) -> tuple[bool, Tensor | None]:
+        """Average after a step that really ran."""
+        match stage:
+            case TrainingStage.SETUP:
+                self._source = self._model(ctx)
+            case TrainingStage.BEFORE_BATCH if self._restored is not None:
+                self._restore(self._model(ctx))
+            case TrainingStage.DO_OPTIMIZER_STEP:
+                if not self._optimizers:
+                    self._optimizers = _optimizers_of(self._model(ctx), ctx)
+                self._before = [steps_made(optimizer) for optimizer in self._optimizers]
+            case TrainingStage.AFTER_OPTIMIZER_STEP:
+                # Called by hand at this stage alone, the caller says that a step was made.
+                before, self._before = self._before, None
+                stepped = before is None or before != [
+                    steps_made(optimizer) for optimizer in self._optimizers
+                ]
+                if stepped and ctx.step_count >= self.start_step and ctx.step_count % self.update_every == 0:
+                    self._update(self._model(ctx))
+        return True, ctx.loss
+
+    def _model(self, ctx: TrainContext) -> nn.Module:
+        models = ctx.models or ({} if ctx.model is None else {self.model_key: ctx.model})
+        if self.model_key not in models:
+            raise ValueError(f"EMAHook averages model {self.model_key!r}; the models are {sorted(models)}")
+        return unwrap(models[self.model_key])
+
+    def _update(self, model: nn.Module) -> None:
+        if self._averaged is None:
+            self._averaged = self._copy_of(model)
+        if self.use_buffers or self._num_updates == 0:
+            self._averaged.update_parameters(model)
+        else:
+            kept = [buffer.clone() for buffer in self._averaged.module.buffers()]
+            self._averaged.update_parameters(model)
+            for buffer, value in zip(self._averaged.module.buffers(), kept, strict=True):
+                buffer.copy_(value)
+        self._num_updates += 1
+
+    def _copy_of(self, model: nn.Module) -> AveragedModel:
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
+        averaged.eval().requires_grad_(False)
+        return averaged
+
+    def _restore(self, model: nn.Module) -> None:
+        if self._restored is not None:
+            self._averaged = self._copy_of(model)
+            self._averaged.module.load_state_dict(self._restored)
+            self._averaged.n_averaged.fill_(self._num_updates)
+            self._restored = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Averaged weights and the number of updates."""
+        weights = self._restored if self._averaged is None else self._averaged.module.state_dict()
+        return {"num_updates": self._num_updates, "weights": weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up averaged weights; they are put into a copy of the model when one is at hand."""
+        self._num_updates, self._averaged = state["num_updates"], None
+        self._restored = None if state["weights"] is None else dict(state["weights"])
+
+
+def _optimizers_of(model: nn.Module, ctx: TrainContext) -> list[Optimizer]:
+    own = {id(p) for p in model.parameters()}
+    return [
+        o for o in ctx.optimizers if any(id(p) in own for group in o.param_groups for p in group["params"])
+    ]

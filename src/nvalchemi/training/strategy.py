@@ -1,0 +1,715 @@
+"""The training loop and what it is made of."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from enum import Enum
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, ClassVar, Self, cast
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from nvalchemi.data import Batch
+from nvalchemi.hooks import HookRegistryMixin, NeighborListHook, TrainContext
+from nvalchemi.models.base import BaseModelMixin
+from nvalchemi.training import _ranks
+from nvalchemi.training._stages import REPLACEMENT_SLOTS, UPDATE_STAGES, TrainingStage
+from nvalchemi.training._steps import steps_made
+from nvalchemi.training.archive import read_newest, write_checkpoint
+from nvalchemi.training.building import as_composed, build_optimizers, check_models, configs_by_model
+from nvalchemi.training.epoch import EpochPosition
+from nvalchemi.training.forward import evaluate_function, predict, why_not_finite
+from nvalchemi.training.hooks.update import TrainingUpdateHook, TrainingUpdateOrchestrator
+from nvalchemi.training.losses import loss_from_spec
+from nvalchemi.training.optimizer_config import OptimizerConfig
+from nvalchemi.training.rng import set_random_state
+from nvalchemi.training.slots import check_slots, claims
+from nvalchemi.training.spec import resolve
+from nvalchemi.training.state import restore_snapshot, take_snapshot
+from nvalchemi.training.strategy_spec import arguments_from_spec, describe_strategy
+from nvalchemi.training.validation import ValidationConfig, validate
+
+_COUNTERS = ("step_count", "global_step_count", "batch_count", "epoch_count", "epoch_step_count")
+_MAX_IDLE_EPOCHS = (
+    20  # float16 may overflow at each halving of its scale from 2^16 to 1 before the first step runs
+)
+
+_Models = nn.Module | dict[str, nn.Module]
+_Configs = OptimizerConfig | list[OptimizerConfig] | dict[str, OptimizerConfig | list[OptimizerConfig]]
+_Loss = Annotated[Callable[..., Any], BeforeValidator(loss_from_spec)]
+_TrainingFn = Annotated[
+    Callable[..., Any], BeforeValidator(lambda v: resolve(v) if isinstance(v, str) else v)
+]
+_Device = Annotated[torch.device, BeforeValidator(torch.device)]
+
+
+class TrainingStrategy(BaseModel, HookRegistryMixin):
+    """Train models: the loop drawn in :class:`~nvalchemi.training.TrainingStage`, with hooks at its stages.
+
+    Parameters
+    ----------
+    models : nn.Module or dict of str to nn.Module
+        The model (its key is ``"main"``), or several by name. Those without an optimizer are not trained and stay in
+        evaluation mode.
+    optimizer_configs : OptimizerConfig, list of such, or dict of str to either
+        Optimizers of the model; by name for several models.
+    loss_fn : loss or callable
+        A loss of :mod:`nvalchemi.training.losses`, or ``loss_fn(predictions, batch)`` that returns a scalar tensor.
+    num_epochs, num_steps : int
+        When to end, in passes through the data or in optimizer steps that really ran; exactly one of them.
+    hooks : sequence of hooks, default ()
+        Bare update hooks are joined in one :class:`~nvalchemi.training.hooks.TrainingUpdateOrchestrator` at
+        the place of the first.
+    training_fn : callable, optional
+        ``training_fn(models, batch)`` returns the predictions, a mapping of names to tensors; it gets the
+        model itself, or the dictionary if one was given. By default the model is called with the batch.
+    devices : list of torch.device, default [cpu]
+        The device to train on, one per process; several processes are joined by
+        :class:`~nvalchemi.training.hooks.DDPHook`.
+    validation_config : ValidationConfig, optional
+        What to validate on and when.
+    auto_neighbors : bool, default True
+        Build the neighbour list that a model asks for, unless a :class:`~nvalchemi.hooks.NeighborListHook` is
+        registered.
+    check_finite : bool, default True
+        Raise when the loss is not finite, unless an update hook deals with that. Waits for the device at every batch.
+
+    Attributes
+    ----------
+    step_count : int
+        Optimizer steps that really ran.
+    global_step_count : int
+        The same, summed over ranks.
+    batch_count : int
+        Batches used.
+    epoch_count : int
+        Epochs completed.
+    epoch_step_count : int
+        Steps in the epoch that is under way.
+    last_validation : dict or None
+        Summary of the last validation.
+
+    Examples
+    --------
+    >>> from nvalchemi.data import AtomicData
+    >>> from nvalchemi.models.demo import DemoModelWrapper
+    >>> from nvalchemi.training.losses import EnergyMSELoss
+    >>> data = AtomicData(positions=torch.eye(3), atomic_numbers=[6, 1, 1], energy=[[-1.0]])
+    >>> strategy = TrainingStrategy(
+    ...     DemoModelWrapper(), OptimizerConfig(torch.optim.Adam, {"lr": 0.01}), EnergyMSELoss(), num_epochs=3
+    ... )
+    >>> strategy.run([Batch.from_data_list([data])])
+    >>> strategy.step_count, strategy.epoch_count
+    (3, 3)
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    _stage_type: ClassVar[type[Enum] | tuple[type[Enum], ...]] = TrainingStage
+
+    models: _Models
+    optimizer_configs: _Configs
+    loss_fn: _Loss
+    num_epochs: PositiveInt | None = None
+    num_steps: PositiveInt | None = None
+    training_fn: _TrainingFn | None = None
+    devices: list[_Device] = Field(default_factory=lambda: [torch.device("cpu")], min_length=1, max_length=1)
+    validation_config: ValidationConfig | None = None
+    auto_neighbors: bool = True
+    check_finite: bool = True
+
+    step_count: int = 0
+    global_step_count: int = 0
+    batch_count: int = 0
+    epoch_count: int = 0
+    epoch_step_count: int = 0
+    last_validation: dict[str, Any] | None = None
+    stop_reason: str | None = None
+
+    # ------------------------------------------------------------------ making
+    def __init__(
+        self,
+        models: Any,
+        optimizer_configs: Any,
+        loss_fn: Any,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+        hooks: Iterable[Any] = (),
+        training_fn: Callable[..., Any] | str | None = None,
+        devices: Sequence[torch.device | str] | None = None,
+        validation_config: ValidationConfig | None = None,
+        **options: Any,
+    ) -> None:
+        if devices is not None:
+            options["devices"] = list(devices)
+        super().__init__(
+            models=models,
+            optimizer_configs=optimizer_configs,
+            loss_fn=loss_fn,
+            num_epochs=num_epochs,
+            num_steps=num_steps,
+            training_fn=training_fn,
+            validation_config=validation_config,
+            **options,
+        )
+        # Plain attributes: pydantic's private ones cost a microsecond at each of the many times they are read
+        # per batch.
+        self._called_models: dict[str, nn.Module] = dict(self.model_dict)
+        self._loss = as_composed(self.loss_fn)
+        self._configs: list[OptimizerConfig] = []
+        self._optimizers: list[Optimizer] = []
+        self._schedulers: list[LRScheduler | None] = []
+        self._is_set_up = False
+        self._update: TrainingUpdateOrchestrator | None = None
+        self._update_given = False
+        self._plain_update = TrainingUpdateOrchestrator()
+        self._unclaimed = UPDATE_STAGES
+        self._tolerates_nonfinite = False
+        self._ctx: TrainContext | None = None
+        self._entered: ExitStack | None = None
+        self._dataloader: Iterable[Batch] = ()
+        self._position = EpochPosition()
+        self._epoch = self.epoch_count
+        self._idle_epochs = 0
+        self._validated_at = 0
+        self._pending_random_state: Mapping[str, Any] | None = None
+        for hook in hooks:
+            self.register_hook(hook)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.num_epochs is None) == (self.num_steps is None):
+            raise ValueError(
+                f"give exactly one of num_epochs and num_steps, got {self.num_epochs} and {self.num_steps}"
+            )
+        check_models(self.model_dict)
+        configs_by_model(self.optimizer_configs, self.model_dict)
+        if len(self.model_dict) > 1 and self.training_fn is None:
+            raise ValueError(
+                f"the models {sorted(self.model_dict)} need a training_fn(models, batch) that says how to use them"
+            )
+        return self
+
+    @property
+    def model_dict(self) -> dict[str, nn.Module]:
+        """Models by key; a single model has the key ``"main"``."""
+        return self.models if isinstance(self.models, dict) else {"main": self.models}
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Optimizers; built by :meth:`setup`."""
+        return self._optimizers
+
+    @property
+    def lr_schedulers(self) -> Sequence[LRScheduler | None]:
+        """Scheduler of each optimizer, or ``None``."""
+        return self._schedulers
+
+    @property
+    def position(self) -> EpochPosition:
+        """Place in the data of the epoch under way."""
+        return self._position
+
+    @property
+    def dataloader(self) -> Iterable[Batch]:
+        """Training data of the current run. A hook may replace it at ``BEFORE_TRAINING``."""
+        return self._dataloader
+
+    @dataloader.setter
+    def dataloader(self, loader: Iterable[Batch]) -> None:
+        self._dataloader = loader
+
+    def wrap_model(self, key: str, wrapped: nn.Module) -> None:
+        """Call ``wrapped`` instead of a model in training; checkpoints and validation keep to the model itself."""
+        self._called_models[key] = wrapped
+
+    def __repr__(self) -> str:
+        models = ", ".join(f"{key}: {type(model).__name__}" for key, model in self.model_dict.items())
+        end = f"num_epochs={self.num_epochs}" if self.num_epochs else f"num_steps={self.num_steps}"
+        return f"{type(self).__name__}({models}, {end}, step_count={self.step_count}, hooks={self._hooks_summary()})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    # ------------------------------------------------------------------ hooks
+    def register_hook(self, hook: Any, stage: Enum | None = None) -> None:
+        """Add a hook after those already registered; a bare update hook joins the other update hooks.
+
+        Raises
+        ------
+        ValueError
+            A second orchestrator, a second claim on ``DO_BACKWARD`` or ``DO_OPTIMIZER_STEP``, exclusive
+            update hooks; and what :meth:`nvalchemi.hooks.HookRegistryMixin.register_hook` raises.
+        """
+        if isinstance(hook, TrainingUpdateHook) and self._update is not None:
+            self._update.extend(hook)
+        elif isinstance(hook, TrainingUpdateOrchestrator) and self._update is not None:
+            if self._update_given:
+                raise ValueError(
+                    f"{hook!r} cannot be registered beside {self._update!r}: compose them with + into one orchestrator"
+                )
+            hook.extend(self._update)
+            old: Any = self._update
+            new_hook: Any = hook
+            self._set_hooks(tuple(new_hook if each is old else each for each in self._hooks))
+            self._update, self._update_given = hook, True
+        else:
+            given = isinstance(hook, TrainingUpdateOrchestrator)
+            new: Any = TrainingUpdateOrchestrator(hook) if isinstance(hook, TrainingUpdateHook) else hook
+            check_slots(new, self._hooks, stage)
+            super().register_hook(new, stage)
+            if isinstance(new, TrainingUpdateOrchestrator):
+                self._update, self._update_given = new, given
+        self._noteclaims()
+        if self._is_set_up:
+            self._call_at_setup(hook)
+
+    def remove_hook(self, hook: Any) -> None:
+        """Remove a hook; the orchestrator with all its members."""
+        super().remove_hook(hook)
+        if hook is self._update:
+            self._update, self._update_given = None, False
+        self._noteclaims()
+
+    def _noteclaims(self) -> None:
+        claimed = {slot for slot in REPLACEMENT_SLOTS if any(claims(hook, slot) for hook in self._hooks)}
+        self._unclaimed = frozenset() if self._update is not None else UPDATE_STAGES - claimed
+        self._tolerates_nonfinite = any(hook.tolerates_nonfinite_loss for hook in self.update_hooks())
+
+    def _call_at_setup(self, hook: Any) -> None:
+        ctx = self._build_context(None)
+        if isinstance(hook, TrainingUpdateHook):
+            hook(ctx, TrainingStage.SETUP, False)
+        elif isinstance(hook, TrainingUpdateOrchestrator) or claims(hook, TrainingStage.SETUP):
+            hook(ctx, TrainingStage.SETUP)
+
+    def update_hooks(self) -> Iterator[TrainingUpdateHook]:
+        """Update hooks in the order in which they are called."""
+        return iter(()) if self._update is None else self._update.iter_hooks()
+
+    def _build_context(self, batch: Batch | None) -> TrainContext:
+        # One context lives through all stages of a batch: hooks hand the loss and the scaler on in it.
+        return self._ctx if self._ctx is not None else self._new_context(batch, False)
+
+    def _new_context(self, batch: Batch | None, is_last_batch: bool) -> TrainContext:
+        models = self.model_dict
+        return TrainContext(
+            batch=batch,
+            model=models.get("main", next(iter(models.values()))),
+            models=self._called_models,
+            global_rank=_ranks.rank(),
+            workflow=self,
+            step_count=self.step_count,
+            global_step_count=self.global_step_count,
+            batch_count=self.batch_count,
+            epoch_step_count=self.epoch_step_count,
+            epoch=self._epoch,
+            is_last_batch=is_last_batch,
+            optimizers=self._optimizers,
+            lr_schedulers=self._schedulers,
+            validation=self.last_validation,
+        )
+
+    # ------------------------------------------------------------------ running
+    def setup(self) -> None:
+        """Move the models to the device, let hooks prepare (``SETUP``), build the optimizers. Done once.
+
+        Raises
+        ------
+        ValueError
+            An optimizer has nothing to train.
+        """
+        if self._is_set_up:
+            return
+        for model in self.model_dict.values():
+            model.to(self.devices[0])
+        self._add_neighbor_hooks()
+        self._call_hooks(TrainingStage.SETUP, None)
+        configs = configs_by_model(self.optimizer_configs, self.model_dict)
+        self._configs, self._optimizers, self._schedulers = build_optimizers(configs, self.model_dict)
+        self._is_set_up = True
+        if self._update is not None:
+            self._update(self._build_context(None), TrainingStage.SETUP)
+
+    def _add_neighbor_hooks(self) -> None:
+        if not self.auto_neighbors or any(isinstance(hook, NeighborListHook) for hook in self._hooks):
+            return
+        for model in self.model_dict.values():
+            if isinstance(model, BaseModelMixin) and model.model_config.neighbor_config is not None:
+                # Every batch holds other structures, so there is nothing that a skin could save.
+                self.register_hook(
+                    NeighborListHook(model.model_config.neighbor_config.model_copy(update={"skin": 0.0}))
+                )
+
+    def run(self, dataloader: Iterable[Batch]) -> None:
+        """Train until ``num_epochs`` or ``num_steps`` is reached; after a restore, from where it was.
+
+        Parameters
+        ----------
+        dataloader : iterable of Batch
+            Gone through once per epoch.
+
+        Raises
+        ------
+        ValueError
+            The loader gives nothing, a batch lacks a label, the loss is not finite; no weight has changed by
+            that batch.
+        """
+        with self._hooks_opened():
+            self._dataloader = dataloader
+            self.setup()
+            self._set_training_mode()
+            self._call_hooks(TrainingStage.BEFORE_TRAINING, None)
+            while not self.finished:
+                self._run_epoch()
+            self._call_hooks(TrainingStage.AFTER_TRAINING, None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the end is reached or a stop was requested."""
+        if self.stop_reason is not None:
+            return True
+        if self.num_steps is not None:
+            return self.step_count >= self.num_steps
+        return self.num_epochs is not None and self.epoch_count >= self.num_epochs
+
+    def request_stop(self, reason: str) -> None:
+        """End training after the current batch, or after the epoch when called at its end."""
+        self.stop_reason = reason
+
+    def _run_epoch(self) -> None:
+        self._epoch = self.epoch_count
+        if self._position.batches == 0:
+            self.epoch_step_count = 0
+            self._apply_random_state()
+        self._call_hooks(TrainingStage.BEFORE_EPOCH, None)
+        self._apply_random_state()
+        complete = True
+        for batch, is_last in self._position.iterate(self._dataloader, self._epoch):
+            self._train_batch(batch, is_last, in_epoch=True)
+            complete = is_last
+            # After the last batch the loader runs to its end, to be ready for the next epoch.
+            if self.finished and not is_last:
+                break
+        else:
+            complete = True
+        if self._position.batches == 0:
+            again = " (an iterator can be gone through only once)" if self._epoch else ""
+            raise ValueError(f"the dataloader gave no batch in epoch {self._epoch}{again}")
+        if complete:
+            self._finish_epoch()
+
+    def _finish_epoch(self) -> None:
+        self._idle_epochs = 0 if self.epoch_step_count else self._idle_epochs + 1
+        if self._idle_epochs > _MAX_IDLE_EPOCHS:
+            raise RuntimeError(
+                f"no optimizer step ran in {self._idle_epochs} epochs: every one was vetoed or overflowed"
+            )
+        self._position.finish()
+        interval = None if self.validation_config is None else self.validation_config.every_n_epochs
+        if interval is not None and (self.epoch_count + 1) % interval == 0:
+            self._validate_and_schedule()
+        self.epoch_count += 1
+        self._call_hooks(TrainingStage.AFTER_EPOCH, None)
+
+    def train_batch(self, batch: Batch, *, is_last_batch: bool = False) -> Tensor:
+        """Use one batch, with all stages from ``BEFORE_BATCH`` to ``AFTER_BATCH``.
+
+        Parameters
+        ----------
+        batch : Batch
+            The structures.
+        is_last_batch : bool, default False
+            Whether to close an accumulation window that is not full.
+
+        Returns
+        -------
+        Tensor
+            The loss, a scalar without gradient.
+        """
+        with self._hooks_opened():
+            self.setup()
+            self._set_training_mode()
+            self._apply_random_state()
+            return self._train_batch(batch, is_last_batch, in_epoch=False)
+
+    def _train_batch(self, batch: Batch, is_last: bool, *, in_epoch: bool) -> Tensor:
+        ctx = self._ctx = self._new_context(self._on_device(batch), is_last)
+        try:
+            self._stage(TrainingStage.BEFORE_BATCH)
+            self._stage(TrainingStage.BEFORE_FORWARD)
+            ctx.predictions = self.predict(self._called_models, cast(Batch, ctx.batch))
+            self._stage(TrainingStage.AFTER_FORWARD)
+            self._stage(TrainingStage.BEFORE_LOSS)
+            ctx.loss, ctx.losses = self.evaluate_loss(ctx.predictions, cast(Batch, ctx.batch))
+            self._stage(TrainingStage.AFTER_LOSS)
+            self._check_loss(ctx)
+            loss = ctx.loss
+            self._stage(TrainingStage.BEFORE_BACKWARD)
+            self._stage(TrainingStage.DO_BACKWARD)
+            ctx.loss = loss  # hooks have scaled the one that was differentiated
+            self._stage(TrainingStage.AFTER_BACKWARD)
+            self._stage(TrainingStage.BEFORE_OPTIMIZER_STEP)
+            self._step(ctx)
+            self._stage(TrainingStage.AFTER_OPTIMIZER_STEP)
+            self._finish_batch(ctx, in_epoch)
+            self._stage(TrainingStage.AFTER_BATCH)
+        except BaseException:
+            if self._update is not None:
+                self._update.batch_failed()
+            raise
+        finally:
+            self._ctx = None
+        return loss.detach()
+
+    def _stage(self, stage: TrainingStage) -> None:
+        """Call the hooks of a stage; where no hook has claimed a part of the update, do that part."""
+        ctx = cast(TrainContext, self._ctx)
+        self._call_hooks(stage, ctx.batch)
+        if stage in self._unclaimed:
+            self._plain_update(ctx, stage)
+
+    def _step(self, ctx: TrainContext) -> None:
+        before = [steps_made(optimizer) for optimizer in self._optimizers]
+        self._stage(TrainingStage.DO_OPTIMIZER_STEP)
+        if before != [steps_made(optimizer) for optimizer in self._optimizers]:
+            self.step_count += 1
+            self.global_step_count += _ranks.world_size()
+            self.epoch_step_count += 1
+            ctx.step_count, ctx.global_step_count = self.step_count, self.global_step_count
+            ctx.epoch_step_count = self.epoch_step_count
+
+    def _finish_batch(self, ctx: TrainContext, in_epoch: bool) -> None:
+        self.batch_count += 1
+        ctx.batch_count = self.batch_count
+        self._position.batches += in_epoch
+        config = self.validation_config
+        if config is None or config.every_n_steps is None or self.step_count == self._validated_at:
+            return
+        if self.step_count % config.every_n_steps == 0:
+            self._validated_at = self.step_count
+            self._validate_and_schedule()
+
+    # ------------------------------------------------------------------ forward and loss
+    def _on_device(self, batch: Batch) -> Batch:
+        if not isinstance(batch, Batch):
+            raise TypeError(f"the dataloader must give Batch, got {type(batch).__name__}")
+        return batch if batch.device == self.devices[0] else batch.to(self.devices[0])
+
+    def predict(self, models: Mapping[str, nn.Module], batch: Batch) -> Mapping[str, Tensor]:
+        """Forward pass as ``training_fn`` defines it, with models that stand for those of the strategy."""
+        subject: Any = dict(models) if isinstance(self.models, dict) else models["main"]
+        if self.training_fn is None:
+            subject = next(iter(models.values()))
+        return predict(self.training_fn, subject, batch, self.model_dict)
+
+    def evaluate_loss(
+        self, predictions: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss and its components with the weights of the present step and epoch."""
+        if self._loss is not None:
+            output = self._loss(predictions, batch, step=self.step_count, epoch=self._epoch)
+            return output.total, output.components
+        return evaluate_function(self.loss_fn, predictions, batch)
+
+    def _check_loss(self, ctx: TrainContext) -> None:
+        loss = cast(Tensor, ctx.loss)
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not depend on any trainable parameter: are the predictions detached, or all weights of "
+                "the loss 0?"
+            )
+        if self.check_finite and not self._tolerates_nonfinite and not torch.isfinite(loss):
+            raise ValueError(
+                f"the loss of batch {self.batch_count} (epoch {self._epoch}) is {loss.item()}: "
+                f"{why_not_finite(self._loss, ctx)}. Weights are unchanged since the last step"
+            )
+
+    def _set_training_mode(self) -> None:
+        trained = configs_by_model(self.optimizer_configs, self.model_dict)
+        for key, model in self._called_models.items():
+            model.train(key in trained)
+
+    # ------------------------------------------------------------------ validation
+    def validate(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - pydantic's is deprecated
+        """Evaluate on the validation data.
+
+        Returns
+        -------
+        dict
+            ``loss`` and ``components`` (means over structures), the errors that
+            :class:`~nvalchemi.training.metrics.ErrorMetrics` describes (``energy_mae``, ``forces_rmse``, …),
+            ``step_count`` and ``epoch``. Also in ``last_validation``, and in ``ctx.validation`` at
+            ``AFTER_VALIDATION``.
+
+        Raises
+        ------
+        ValueError
+            There is no ``validation_config``, or its data are empty.
+        """
+        config = self.validation_config
+        if config is None:
+            raise ValueError("there is nothing to validate on: give the strategy a validation_config")
+        self.setup()
+        at = {"step_count": self.step_count, "epoch": self._epoch}
+        self.last_validation = {**at, **validate(self, config)}
+        if self._ctx is not None:
+            self._ctx.validation = self.last_validation
+        self._call_hooks(TrainingStage.AFTER_VALIDATION, None if self._ctx is None else self._ctx.batch)
+        return self.last_validation
+
+    def prepare_validation_batch(self, batch: Batch) -> Batch:
+        """Bring a batch to the device and have the hooks that belong to an evaluation (neighbour lists) work on it."""
+        batch = self._on_device(batch)
+        self._call_evaluation_hooks(TrainingStage.BEFORE_FORWARD, batch)
+        return batch
+
+    def _validate_and_schedule(self) -> None:
+        summary = self.validate()
+        for config, scheduler in zip(self._configs, self._schedulers, strict=True):
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(config.metric(summary))
+
+    # ------------------------------------------------------------------ context manager
+    def __enter__(self) -> Self:
+        """Open the hooks, to stay open over several :meth:`train_batch` or :meth:`run`."""
+        with ExitStack() as stack:
+            stack.enter_context(self._hooks_opened())
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.__exit__(kind, error, traceback)
+
+    # ------------------------------------------------------------------ state
+    def counters(self) -> dict[str, int]:
+        """Counters by name."""
+        return {name: vars(self)[name] for name in _COUNTERS}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Set the counters, as a restore does."""
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+        self._epoch, self._validated_at = self.epoch_count, self.step_count
+
+    def set_random_state_at_run(self, state: Mapping[str, Any]) -> None:
+        """Have the random number generators set when training goes on, so that nothing until then can disturb them."""
+        self._pending_random_state = state
+
+    def _apply_random_state(self) -> None:
+        if self._pending_random_state is not None:
+            set_random_state(self._pending_random_state)
+            self._pending_random_state = None
+
+    def save_checkpoint(self, path: str | PathLike[str]) -> None:
+        """Write the whole state to a directory, which appears (or is replaced) when it is complete.
+
+        Parameters
+        ----------
+        path : path
+            The directory to write.
+        """
+        self.setup()
+        snapshot = take_snapshot(self)
+        if _ranks.rank() == 0:
+            write_checkpoint(snapshot, Path(path))
+        _ranks.barrier()
+
+    def restore_checkpoint(self, path: str | PathLike[str], *, strict: bool = True) -> Path:
+        """Take up the state of a checkpoint, or of the newest intact one of a directory of checkpoints.
+
+        Parameters
+        ----------
+        path : path
+            A checkpoint, or a directory of them.
+        strict : bool, default True
+            Whether the hooks with state must be those that were saved.
+
+        Returns
+        -------
+        Path
+            The checkpoint that was read.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is none.
+        DamagedCheckpointError
+            None is intact.
+        """
+        found, snapshot = read_newest(Path(path))
+        self.setup()
+        restore_snapshot(self, snapshot, strict=strict)
+        return found
+
+    @classmethod
+    def load_checkpoint(
+        cls, path: str | PathLike[str], models: Any, *, strict: bool = True, **options: Any
+    ) -> Self:
+        """Make a strategy from a checkpoint.
+
+        Parameters
+        ----------
+        path : path
+            A checkpoint, or a directory of them: the newest intact one is read.
+        models : nn.Module or dict of str to nn.Module
+            Models to load the weights into.
+        strict : bool, default True
+            As in :meth:`restore_checkpoint`.
+        **options
+            Arguments of the strategy to replace what was saved, and those that could not be saved: data,
+            hooks and functions without a name.
+        """
+        _, snapshot = read_newest(Path(path))
+        if snapshot.spec is None:
+            strategy = cls(models, **options)
+        else:
+            strategy = cls.from_spec_dict(snapshot.spec, models, **options)
+        strategy.setup()
+        restore_snapshot(strategy, snapshot, strict=strict)
+        return strategy
+
+    # ------------------------------------------------------------------ specification
+    def to_spec_dict(self) -> dict[str, Any]:
+        """What the strategy is made of, as plain values for JSON.
+
+        Models and data are left out, and so are hooks that are no pydantic models (named in ``omitted_hooks``).
+
+        Raises
+        ------
+        ValueError
+            A function (``training_fn``, ``loss_fn``) that cannot be named, such as a lambda.
+        """
+        return describe_strategy(self)
+
+    @classmethod
+    def from_spec_dict(
+        cls, spec: Mapping[str, Any], models: Any, *, validation_data: Any = None, **options: Any
+    ) -> Self:
+        """Make a strategy of what :meth:`to_spec_dict` gave.
+
+        Parameters
+        ----------
+        spec : mapping
+            The specification.
+        models : nn.Module or dict of str to nn.Module
+            The models.
+        validation_data : iterable of Batch, optional
+            Data for the validation that the specification describes.
+        **options
+            Arguments of the strategy that replace those of the specification.
+
+        Warns
+        -----
+        UserWarning
+            Hooks or validation data were left out of the specification and are not given.
+        """
+        return cls(models, **arguments_from_spec(spec, validation_data, options))
