@@ -1,17 +1,11 @@
 """Lennard-Jones force evaluations per second, list given: one JSON line per case.
 
-The list is made with a skin of 1 Å, as in a run. The peer is a whole LAMMPS ``lj/cut`` run of as many steps,
-with its rebuilds; where the Debian package has it, ``lj/cut/opt``. ``python benchmarks/lj_forces.py
-[--threads 1]``
+The list is made with a skin of 1 Å, as in a run. Whole MD steps against LAMMPS are in ``md.py``.
 """
 
 import argparse
 import json
-import re
-import shutil
 import statistics
-import subprocess
-import tempfile
 import time
 
 import torch
@@ -41,35 +35,6 @@ def seconds(function, repeats: int = 15) -> float:
     return statistics.median(times[2:])
 
 
-def lammps_atom_steps_per_second(repeat: int, steps: int) -> float:
-    """NVE from 60 K on one thread."""
-    script = f"""
-        units metal
-        lattice fcc {A}
-        region box block 0 {repeat} 0 {repeat} 0 {repeat}
-        create_box 1 box
-        create_atoms 1 box
-        mass 1 39.948
-        pair_style lj/cut {CUTOFF}
-        pair_coeff 1 1 {EPSILON} {SIGMA}
-        velocity all create 60 1
-        neighbor {SKIN} bin
-        neigh_modify delay 0 every 1 check yes
-        timestep 0.002
-        fix 1 all nve
-        thermo {steps}
-        run 10
-        run {steps}
-    """
-    with tempfile.NamedTemporaryFile("w", suffix=".lmp") as file:
-        file.write(script)
-        file.flush()
-        command = ["lmp", "-in", file.name, "-log", "none", "-sf", "opt"]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    loop = re.findall(r"Loop time of (\S+) on \d+ procs for \d+ steps with (\d+) atoms", output)[-1]
-    return int(loop[1]) * steps / float(loop[0])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
@@ -85,9 +50,6 @@ def main() -> None:
         "256 x 108": (3, 256),
     }
     for size, (repeat, copies) in cases.items():
-        peer = None
-        if copies == 1 and shutil.which("lmp") is not None:
-            peer = lammps_atom_steps_per_second(repeat, steps=max(50, 2_000_000 // (4 * repeat**3)))
         for dtype in (torch.float64, torch.float32):
             batch = Batch.from_data_list([AtomicData.from_atoms(argon(repeat), dtype=dtype)] * copies)
             compute_neighbors(batch, CUTOFF + SKIN, format="matrix")
@@ -99,8 +61,6 @@ def main() -> None:
                 "value": round(rate / 1e6, 3),
                 "unit": "M atoms/s",
             }
-            if peer is not None:
-                line |= {"ratio": round(rate / peer, 3), "against": "LAMMPS lj/cut/opt NVE"}
             print(json.dumps(line))
             start = batch.positions.clone()
             test = 1e6 * seconds(lambda b=batch, x=start: max_displacement_exceeds(b.positions, x, SKIN / 2))

@@ -1,8 +1,12 @@
-"""Atom-steps per second of NVE argon: one system of several sizes, many small ones in a batch, and ASE."""
+"""Atom-steps per second of NVE argon: one system against LAMMPS and ASE, and many small ones in a batch."""
 
 import argparse
 import json
+import re
+import shutil
 import statistics
+import subprocess
+import tempfile
 import time
 
 import numpy as np
@@ -16,27 +20,23 @@ from nvalchemi.data import AtomicData, Batch
 from nvalchemi.dynamics import NVE
 from nvalchemi.models.lj import LennardJonesModelWrapper
 
-# (systems, repetitions of the cubic cell of 4 atoms, steps timed, whether ASE is run too)
-CASES = [
-    (1, (3, 3, 3), 2000, True),
-    (1, (10, 10, 10), 200, False),
-    (1, (20, 20, 20), 30, False),
-    (64, (2, 2, 2), 300, False),
-    (256, (3, 3, 3), 40, False),
-]
-TARGETS = {(1, 108): 1.2e6, (64, 32): 2.0e6, (256, 108): 2.5e6}
+EPSILON, SIGMA, CUTOFF, SKIN, A, TEMPERATURE, DT = 0.0104, 3.40, 8.5, 1.0, 5.4, 60, 2.0
+
+# (systems, repetitions of the cubic cell of 4 atoms, steps timed)
+CASES = [(1, 3, 2000), (1, 10, 200), (1, 20, 30), (64, 2, 300), (256, 3, 40)]
+TARGETS = {(64, 32): 2.0e6, (256, 108): 2.5e6}
 
 
 def argon(repeat, seed):
-    atoms = bulk("Ar", "fcc", 5.4, cubic=True).repeat(repeat)
-    spread = np.sqrt(60 * ase_units.kB / atoms.get_masses())[:, None]
+    atoms = bulk("Ar", "fcc", A, cubic=True).repeat(repeat)
+    spread = np.sqrt(TEMPERATURE * ase_units.kB / atoms.get_masses())[:, None]
     atoms.set_velocities(np.random.default_rng(seed).normal(0, 1, (len(atoms), 3)) * spread)
     return atoms
 
 
 def ours(structures, steps, repeats):
     batch = Batch.from_data_list([AtomicData.from_atoms(a, dtype=torch.float64) for a in structures])
-    engine = NVE(LennardJonesModelWrapper(0.0104, 3.40, 8.5), dt=2.0)
+    engine = NVE(LennardJonesModelWrapper(EPSILON, SIGMA, CUTOFF), dt=DT)
     engine.run(batch, max(20, steps // 4))
     rates = []
     for _ in range(repeats):
@@ -47,12 +47,41 @@ def ours(structures, steps, repeats):
 
 
 def ase(atoms, steps=20):
-    atoms.calc = LennardJones(epsilon=0.0104, sigma=3.40, rc=8.5)
-    dynamics = VelocityVerlet(atoms, 2.0 * ase_units.fs)
+    atoms.calc = LennardJones(epsilon=EPSILON, sigma=SIGMA, rc=CUTOFF)
+    dynamics = VelocityVerlet(atoms, DT * ase_units.fs)
     dynamics.run(2)
     start = time.perf_counter()
     dynamics.run(steps)
     return len(atoms) * steps / (time.perf_counter() - start)
+
+
+def lammps(repeat, steps):
+    # One thread, lj/cut/opt where the package has it.
+    script = f"""
+        units metal
+        lattice fcc {A}
+        region box block 0 {repeat} 0 {repeat} 0 {repeat}
+        create_box 1 box
+        create_atoms 1 box
+        mass 1 39.948
+        pair_style lj/cut {CUTOFF}
+        pair_coeff 1 1 {EPSILON} {SIGMA}
+        velocity all create {TEMPERATURE} 1
+        neighbor {SKIN} bin
+        neigh_modify delay 0 every 1 check yes
+        timestep {DT / 1000}
+        fix 1 all nve
+        thermo {steps}
+        run 10
+        run {steps}
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".lmp") as file:
+        file.write(script)
+        file.flush()
+        command = ["lmp", "-in", file.name, "-log", "none", "-sf", "opt"]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    loop = re.findall(r"Loop time of (\S+) on \d+ procs for \d+ steps with (\d+) atoms", output)[-1]
+    return int(loop[1]) * steps / float(loop[0])
 
 
 def main():
@@ -61,22 +90,20 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    for systems, repeat, steps, with_ase in CASES:
+    for systems, repeat, steps in CASES:
         structures = [argon(repeat, seed) for seed in range(systems)]
         atoms = len(structures[0])
         value = ours(structures, steps, arguments.repeats)
-        line = {
-            "name": "md/nve",
-            "size": f"{systems} x {atoms}",
-            "threads": arguments.threads,
-            "value": round(value),
-        }
-        if with_ase:
-            other, against = ase(structures[0]), "ASE"
-        else:
-            other, against = TARGETS.get((systems, atoms)), "target"
-        ratio = None if other is None else round(value / other, 2)
-        print(json.dumps({**line, "unit": "atom-steps/s", "ratio": ratio, "against": against}), flush=True)
+        peers = {"target": TARGETS.get((systems, atoms))}
+        if systems == 1 and arguments.threads == 1 and shutil.which("lmp"):
+            peers["LAMMPS lj/cut/opt"] = statistics.median(lammps(repeat, 10 * steps) for _ in range(3))
+        if atoms == 108 and systems == 1:
+            peers["ASE"] = ase(structures[0])
+        for against, rate in peers.items():
+            if rate is not None:
+                line = {"name": "md/nve", "size": f"{systems} x {atoms}", "threads": arguments.threads}
+                line |= {"value": round(value), "unit": "atom-steps/s", "ratio": round(value / rate, 2)}
+                print(json.dumps({**line, "against": against}), flush=True)
 
 
 if __name__ == "__main__":

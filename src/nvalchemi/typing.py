@@ -1,7 +1,7 @@
 """Tensor types with shapes.
 
-``Float[Tensor, "N 3"]`` says what a function takes; the shapes are checked by jaxtyping and beartype while the tests run
-and cost users nothing: without jaxtyping installed the annotations reduce to :class:`torch.Tensor`.
+``Float[Tensor, "N 3"]`` says what a function takes; jaxtyping and beartype check the shapes while the tests run
+and users pay nothing: without jaxtyping installed the annotations reduce to :class:`torch.Tensor`.
 """
 
 import importlib.util
