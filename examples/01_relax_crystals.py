@@ -29,8 +29,9 @@ def relax(crystals: list[AtomicData], model: BaseModelMixin, output: Path) -> Ba
         model,
         dt=1.0,
         hooks=[LoggingHook(log_path=output / "relax.csv", append=False)],
-        convergence_hook=ConvergenceHook.from_fmax(0.02),
+        convergence_hook=ConvergenceHook.from_fmax(0.002),
     )
+    print(f"relaxing {len(crystals)} crystals and their cells: about a minute", flush=True)
     minimiser.run(batch, n_steps=300)
     write(output / "relaxed.extxyz", batch)
     return batch

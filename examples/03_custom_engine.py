@@ -55,7 +55,9 @@ class MonteCarlo(HookRegistryMixin):
     def step(self, batch):
         old_energy = batch.energy.clone()
         self._call_hooks(MonteCarloStage.PROPOSE, batch)
-        move = self.max_move * (2 * torch.rand(batch.positions.shape, generator=self.random, dtype=batch.dtype) - 1)
+        move = self.max_move * (
+            2 * torch.rand(batch.positions.shape, generator=self.random, dtype=batch.dtype) - 1
+        )
         batch.positions.add_(move)
         self.evaluate(batch)
         self._call_hooks(MonteCarloStage.DECIDE, batch)
@@ -105,7 +107,9 @@ def main() -> None:
     engine.run(batch, n_steps=1000)
 
     share = engine.accepted / (engine.step_count * batch.num_graphs)
-    print(f"\n{engine.step_count} steps, {share:.0%} of the moves accepted, {neighbors.num_builds} neighbour searches")
+    print(
+        f"\n{engine.step_count} steps, {share:.0%} of the moves accepted, {neighbors.num_builds} neighbour searches"
+    )
     print("\na/Å    E/atom in eV")
     for a, energy, atoms in zip((5.3, 5.4, 5.5), batch.energy[:, 0], batch.num_nodes_per_graph, strict=True):
         print(f"{a:4.2f}  {energy / atoms:9.5f}")

@@ -38,8 +38,10 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, int | float | np.integer | np.floating):
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, Tensor):
-        tensors[path] = value.detach().to("cpu", copy=True).contiguous()
-        return {_TAG: "tensor", "name": path}
+        # Different places can have the same path: {"a.b": …} and {"a": {"b": …}}, or the keys 1 and "1".
+        name = path if path not in tensors else f"{path}#{len(tensors)}"
+        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        return {_TAG: "tensor", "name": name}
     if isinstance(value, Mapping):
         items = [(key, _encode(item, f"{path}.{key}", tensors)) for key, item in value.items()]
         if isinstance(value, Counter):

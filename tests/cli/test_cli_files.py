@@ -36,6 +36,16 @@ def test_info_says_what_is_in_a_file(command, labelled):
         assert words in text
 
 
+def test_info_lists_arrays_that_are_no_field(command, labelled):
+    labelled.set_array("site_kind", np.array(["a", "b"] * 4))
+    ase.io.write("in.extxyz", [labelled, molecule("H2O")])
+    result = command("info", "in.extxyz")
+    assert result.code == 0
+    text = " ".join(result.out.split())
+    assert "site_kind node [n] in 1 of 2 frames" in text
+    assert "arrays info" not in text
+
+
 def test_info_on_a_broken_file_names_the_frame(command, labelled, tmp_path):
     ase.io.write("in.extxyz", [labelled, labelled])
     path = tmp_path / "in.extxyz"
@@ -64,6 +74,13 @@ def test_convert_takes_an_index(command, labelled):
     ase.io.write("in.traj", frames)
     assert command("convert", "in.traj", "last.cif", "--index", "-1").code == 0
     assert len(ase.io.read("last.cif")) == 24
+
+
+def test_convert_names_an_index_that_chooses_nothing(command, labelled):
+    ase.io.write("in.extxyz", labelled)
+    result = command("convert", "in.extxyz", "out.extxyz", "--index", "5:")
+    assert result.code == 2
+    assert "in.extxyz: --index 5: chooses no frame" in result.err
 
 
 def test_convert_to_a_single_frame_format_refuses_several(command, labelled, tmp_path):
@@ -111,6 +128,13 @@ def test_models_names_the_extra_of_a_missing_package(command, monkeypatch):
     (row,) = [line for line in command("models").out.splitlines() if line.startswith("chgnet ")]
     assert row.split()[1] == "no"
     assert "nvalchemi[chgnet]" in row
+
+
+def test_help_says_in_whole_sentences_what_the_commands_do(command):
+    result = command("--help")
+    assert result.code == 0
+    assert "List the potentials." in result.out
+    assert "..." not in result.out.partition("Commands:")[2]
 
 
 def test_version_is_printed(command):

@@ -51,6 +51,36 @@ def test_nvt_prints_mean_temperatures(command, crystals):
     assert "mean T/K" in result.out
     (row,) = [line for line in result.out.splitlines() if "large" in line]
     assert row.split()[3] == "20"
+    assert "ΔE total" not in result.out  # the thermostat changes it: it would read as a drift
+
+
+def test_npt_changes_the_volume_towards_the_pressure(command, crystals):
+    run = ["--ensemble", "npt", "--temperature", 20, "--dt", 4, "--steps", 100, "--barostat-time", 400]
+    result = md(command, crystals, *run, "--pressure", 2, "-o", "end.extxyz")
+    assert result.code == 0, result.err
+    for before, after in zip(ase.io.read(crystals, ":"), ase.io.read("end.extxyz", ":"), strict=True):
+        assert after.get_volume() < 0.95 * before.get_volume()
+
+
+def test_nve_prints_the_change_of_the_total_energy(command, crystals):
+    result = md(command, crystals, "--ensemble", "nve", "--temperature", 40, "--steps", 20)
+    assert result.code == 0
+    assert "ΔE total/meV/atom" in result.out
+    (row,) = [line for line in result.out.splitlines() if "large" in line]
+    assert abs(float(row.split()[-1])) < 0.1
+
+
+def test_convergence_of_a_relaxation_is_not_claimed_of_later_states(command, crystals):
+    frames = ase.io.read(crystals, ":")
+    for atoms in frames:
+        atoms.info["converged"] = True
+    ase.io.write("relaxed.extxyz", frames)
+    result = md(
+        command, "relaxed.extxyz", "--temperature", 40, "--steps", 2, "--traj", "md.extxyz", "-o", "end.extxyz",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    for file in ("md.extxyz", "end.extxyz"):
+        assert all("converged" not in atoms.info for atoms in ase.io.read(file, ":"))
 
 
 def test_same_seed_same_path_alone_or_in_a_batch(command, crystals):
@@ -149,7 +179,11 @@ def test_energy_that_becomes_nan_is_a_failed_run_that_names_the_structure(comman
 
 
 BAD = {
-    "npt": (["--ensemble", "npt", "--temperature", 50], "npt"),
+    "npt without temperature": (["--ensemble", "npt"], "--temperature"),
+    "npt with an infinite pressure": (
+        ["--ensemble", "npt", "--temperature", 50, "--pressure", "inf"],
+        "pressure",
+    ),
     "nvt without temperature": (["--ensemble", "nvt"], "--temperature"),
     "nve without any velocities": (["--ensemble", "nve"], "--temperature"),
     "negative temperature": (["--temperature", -1], "temperature"),

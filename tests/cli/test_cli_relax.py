@@ -48,6 +48,15 @@ def test_table_has_one_line_per_structure_and_the_measured_constants(command):
     assert row.split()[-1] == "yes"
 
 
+def test_largest_force_of_the_table_is_that_of_the_criterion(command):
+    # No atom of this crystal feels a force, and its cell is far too large.
+    ase.io.write("in.extxyz", bulk("Ar", "fcc", a=5.6, cubic=True))
+    result = relax(command, "in.extxyz", "--cell", "--fmax", 0.001, "--steps", 1, "-o", "out.extxyz")
+    assert result.code == 1
+    heading, row = result.out.splitlines()
+    assert float(row.split()[heading.split().index("fmax/eV/Å")]) > 0.001
+
+
 def test_piped_output_has_no_progress_and_no_escape_codes(command, crystals):
     result = relax(command, crystals, "-o", "out.extxyz")
     assert result.err == ""
@@ -132,7 +141,9 @@ def test_interrupt_writes_what_there_is(command, crystals, monkeypatch):
     assert result.code == 130
     assert "interrupted" in result.err
     frames = ase.io.read("out.extxyz", ":")
-    last = [float(line.split(",")[5]) for line in Path("log.csv").read_text().splitlines()[-2:]]
+    rows = [line.split(",") for line in Path("log.csv").read_text().splitlines()[-2:]]
+    assert f"interrupted after {int(rows[0][0]) + 1} steps" in result.err  # `step` counts from 0
+    last = [float(row[5]) for row in rows]
     assert [atoms.get_potential_energy() for atoms in frames] == pytest.approx(last, rel=1e-9)
 
 
@@ -216,3 +227,14 @@ def test_missing_option_is_bad_usage(command, crystals):
     result = command("relax", crystals, "--model", "lj-argon")
     assert result.code == 2
     assert "--output" in result.err
+
+
+@pytest.mark.parametrize("optimizer", ["fire2", "lbfgs"])
+@pytest.mark.parametrize("cell", [[], ["--cell"]])
+def test_other_minimisers_reach_the_same_minimum(command, crystals, optimizer, cell):
+    common = ["relax", crystals, "--model", "lj-argon", "--fmax", 1e-4, *cell]
+    assert command(*common, "-o", "fire.extxyz").code == 0
+    assert command(*common, "--optimizer", optimizer, "-o", "other.extxyz").code == 0
+    fire, other = ase.io.read("fire.extxyz", ":"), ase.io.read("other.extxyz", ":")
+    for a, b in zip(fire, other, strict=True):
+        assert b.get_potential_energy() == pytest.approx(a.get_potential_energy(), abs=1e-6)

@@ -34,7 +34,7 @@ def test_progress_is_shown_in_a_terminal_and_ctrl_c_leaves_results(crystals):
         interrupt_after=b" K",  # the temperature behind the bar
     )  # fmt: skip
     assert code == 130, screen
-    assert "interrupted at step" in screen
+    assert "interrupted after" in screen
     assert Path("end.extxyz").stat().st_size > 0
 
 

@@ -239,6 +239,13 @@ def test_means_and_spreads(sound):
     assert found.element_counts == {11: 24, 17: 24}
 
 
+def test_forces_that_are_all_nan_have_no_maximum():
+    data = AtomicData(positions=torch.zeros(1, 3), atomic_numbers=[1], forces=torch.full((1, 3), torch.nan))
+    found = compute_statistics(InMemoryDataset([data]))
+    assert np.isnan(found.forces_max)
+    assert np.isnan(found.forces_rms)
+
+
 def test_no_energies_no_references(sound):
     for data in sound:
         data.remove_key("energy")

@@ -126,7 +126,7 @@ def test_resuming_gives_the_batches_that_were_left(dataset, workers):
         if len(found) == 3:
             break
     state = stopped.state_dict()
-    assert state == {"epoch": 0, "batch": 3, "seed": 0}
+    assert state == {"epoch": 0, "batch": 3, "batches": len(stopped), "seed": 0}
     resumed = loader()
     resumed.load_state_dict(state)
     found += [batch.positions for batch in resumed]
@@ -138,7 +138,7 @@ def test_resuming_gives_the_batches_that_were_left(dataset, workers):
 def test_position_at_the_end_of_an_epoch_is_the_next_epoch(dataset):
     loader = DataLoader(dataset, 8, shuffle=True)
     list(loader)
-    assert loader.state_dict() == {"epoch": 1, "batch": 0, "seed": 0}
+    assert loader.state_dict() == {"epoch": 1, "batch": 0, "batches": len(loader), "seed": 0}
 
 
 def test_loop_that_was_left_starts_again(dataset):
@@ -150,6 +150,31 @@ def test_loop_that_was_left_starts_again(dataset):
 def test_position_of_another_seed_is_refused(dataset):
     with pytest.raises(ValueError, match="taken with seed 1, this loader has seed 0"):
         DataLoader(dataset).load_state_dict({"epoch": 0, "batch": 1, "seed": 1})
+
+
+def test_position_inside_an_epoch_of_another_number_of_batches_is_refused(dataset):
+    loader = DataLoader(dataset, batch_size=2)
+    next(iter(loader))
+    with pytest.raises(ValueError, match="batch size"):
+        DataLoader(dataset, batch_size=1).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 30])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_divided_evenly_all_ranks_have_the_same_number_and_nothing_is_left_out(dataset, world_size, shuffle):
+    shares = []
+    for rank in range(world_size):
+        loader = DataLoader(dataset, batch_size=1, shuffle=shuffle)
+        loader.divide(rank, world_size, even=True)
+        shares.append([int(i) for indices in loader.batches(0) for i in indices])
+        assert (loader.rank, loader.world_size, len(loader)) == (rank, world_size, len(shares[-1]))
+    assert {len(share) for share in shares} == {-(-len(dataset) // world_size)}
+    assert {i for share in shares for i in share} == set(range(len(dataset)))
+
+
+def test_rank_outside_the_group_is_refused(dataset):
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        DataLoader(dataset).divide(2, 2)
 
 
 def test_ranks_share_an_epoch(dataset):

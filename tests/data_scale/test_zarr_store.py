@@ -225,6 +225,21 @@ def test_info_survives_as_json(tmp_path):
 
 
 # ---------------------------------------------------------------------- commits
+def test_keys_of_info_that_look_like_numbers_stay_text(tmp_path):
+    data = AtomicData(positions=torch.zeros(1, 3), atomic_numbers=[1])
+    data.info.update({"été 漢字": np.arange(2), "levels": {"1": [1, 2]}})
+    write_zarr(tmp_path / "a.zarr", [data])
+    info = AtomicDataZarrReader(tmp_path / "a.zarr")[0].info
+    assert info["levels"] == {"1": [1, 2]}
+    assert info["été 漢字"].tolist() == [0, 1]
+
+
+def test_padded_neighbour_matrices_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="neighbor_matrix cannot be stored"):
+        AtomicDataZarrWriter(tmp_path / "a.zarr", fields=["neighbor_matrix"])
+    assert not (tmp_path / "a.zarr").exists()
+
+
 def test_readers_see_committed_frames_only_and_new_ones_after_refresh(tmp_path):
     with AtomicDataZarrWriter(tmp_path / "s.zarr", chunk_bytes=64) as writer:
         writer.append(structure(1))

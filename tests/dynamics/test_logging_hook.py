@@ -9,8 +9,9 @@ from ase.build import bulk
 
 from nvalchemi import units
 from nvalchemi.data import AtomicData, Batch
-from nvalchemi.dynamics import NVE, initialize_velocities
+from nvalchemi.dynamics import NVE, DynamicsStage, NVTLangevin, initialize_velocities
 from nvalchemi.dynamics.hooks import LoggingHook
+from nvalchemi.hooks import DynamicsContext
 from nvalchemi.models.lj import LennardJonesModelWrapper
 
 
@@ -53,6 +54,51 @@ def test_row_of_every_structure_with_the_quantities_of_that_step():
     volumes = [float(r["volume"]) for r in rows[-3:-1]]
     assert volumes == pytest.approx([5.3**3, 2 * 5.4**3])
     assert rows[-1]["volume"] == rows[-1]["pressure"] == ""
+
+
+def test_temperature_of_langevin_dynamics_counts_the_centre_of_mass():
+    batch = argon_batch()
+    model = LennardJonesModelWrapper(epsilon=0.0104, sigma=3.40, cutoff=8.5)
+    hook = LoggingHook(log_path="log.csv")
+    NVTLangevin(model, dt=2.0, temperature=50.0, friction=0.01, hooks=[hook]).run(batch, n_steps=1)
+    for data, row in zip(batch.to_data_list(), read_rows("log.csv"), strict=True):
+        kinetic = 0.5 * (data.atomic_masses[:, None] * data.velocities**2).sum().item()
+        assert float(row["temperature"]) == pytest.approx(
+            2 * kinetic / (3 * data.num_nodes) / units.kB, rel=1e-9
+        )
+
+
+class OwnEngine:
+    """An engine of one's own that says nothing of its quantities."""
+
+
+class OwnEngineWithQuantities:
+    conserves_momentum = False
+
+    def elapsed_time(self, batch):
+        return torch.full((batch.num_graphs,), 12.5)
+
+    def max_force(self, batch):
+        return torch.full((batch.num_graphs,), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("engine", "time", "fmax", "lost"),
+    [(OwnEngine(), "", "0.0", 3), (OwnEngineWithQuantities(), "12.5", "0.25", 0)],
+    ids=["without quantities", "with quantities"],
+)
+def test_engine_of_ones_own(engine, time, fmax, lost):
+    batch = argon_batch()
+    batch.energy, batch.forces = torch.zeros(3, 1).double(), torch.zeros(14, 3).double()
+    batch.system_id = torch.arange(3)[:, None]
+    batch.status = torch.zeros(3, 1, dtype=torch.int64)
+    hook = LoggingHook(log_path="log.csv")
+    hook(DynamicsContext(batch=batch, workflow=engine), DynamicsStage.AFTER_STEP)
+    hook.close()
+    row = read_rows("log.csv")[0]
+    assert (row["time"], row["fmax"]) == (time, fmax)
+    # initialize_velocities has set 50 K for 3N − 3 degrees of freedom; the crystal has 4 atoms.
+    assert float(row["temperature"]) == pytest.approx(50.0 * 9 / (12 - lost))
 
 
 def test_pressure_is_the_virial_part_plus_the_kinetic_part():

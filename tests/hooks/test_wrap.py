@@ -10,7 +10,12 @@ from ase import Atoms
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.dynamics import NVE
 from nvalchemi.hooks import DynamicsContext, HookContext, WrapPeriodicHook
-from nvalchemi.hooks.wrap import _change_of_matrix, _shift_matrix
+from nvalchemi.hooks.wrap import (
+    _change_of_matrix,
+    _move_compiled,
+    _move_portable,
+    _shift_matrix,
+)
 from nvalchemi.models.lj import LennardJonesModelWrapper
 from nvalchemi.neighbors import compute_neighbors
 
@@ -99,11 +104,30 @@ def test_portable_and_compiled_change_of_a_matrix_are_the_same():
     before = batch.neighbor_matrix_shifts.long()
     n = torch.randint(-2, 3, (batch.num_nodes, 3), generator=torch.Generator().manual_seed(0))
     version = batch.neighbor_matrix_shifts._version
-    _shift_matrix(batch, n)
+    _shift_matrix(batch, n, (n != 0).any(1))
     assert torch.equal(
         batch.neighbor_matrix_shifts.long() - before, _change_of_matrix(batch.neighbor_matrix, n)
     )
     assert batch.neighbor_matrix_shifts._version > version
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_portable_and_compiled_moves_are_the_same_and_atoms_of_failed_structures_stay(dtype):
+    batch = _batch(_scattered((True, False, True)), _scattered(seed=1)).to(dtype=dtype)
+    batch.positions[3] = torch.nan
+    batch.positions[4] = torch.inf
+    batch.neighbor_reference_positions = batch.positions + 0.25
+    other = batch.clone()
+    inverse, version = torch.linalg.pinv(batch.cell), batch.positions._version
+    n, crossed, count = _move_compiled(batch, inverse, batch.pbc)
+    for ours, portable in zip((n, crossed, count), _move_portable(other, inverse, other.pbc), strict=True):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(portable))
+    for name in ("positions", "neighbor_reference_positions"):
+        torch.testing.assert_close(batch[name], other[name], equal_nan=True)
+    assert batch.positions._version > version
+    assert count > 20
+    assert (n[:20, 1] == 0).all()
+    assert not crossed[3:5].any()
 
 
 @pytest.mark.slow

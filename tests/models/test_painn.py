@@ -220,6 +220,19 @@ def test_forces_inside_bfloat16_autocast_are_float32_and_close():
     assert (forces - expected).norm() / expected.norm() < 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("x", [[0.0], [-1.5, 0.0, 1.5]], ids=["lone atom", "atom between two"])
+def test_forces_and_gradients_in_half_precision_are_finite_where_vector_features_vanish(dtype, x):
+    model = make_model(torch.float32).train()
+    data = AtomicData(positions=torch.tensor([[each, 0.0, 0.0] for each in x]), atomic_numbers=[18] * len(x))
+    with torch.autocast("cpu", dtype=dtype):
+        outputs = model(with_neighbors(Batch.from_data_list([data]), model))
+        loss = (outputs["energy"] - 1.0).square().sum() + outputs["forces"].square().sum()
+    loss.backward()
+    assert outputs["forces"].isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
 def test_every_parameter_learns_from_energy_and_forces():
     model = make_model().train()
     outputs = model(with_neighbors(molecules(), model))

@@ -309,3 +309,33 @@ def test_atom_uncountably_many_cells_away_is_named(method):
     batch.positions[3, 0] = 1e30
     with pytest.raises(ValueError, match="atom 3 of graph 0 is too many cells away"):
         compute_neighbors(batch, 3.0, method=method)
+
+
+@pytest.mark.parametrize("stretch", [0.02, 0.3], ids=["same width", "table grows"])
+def test_searching_some_graphs_in_place_gives_the_list_of_searching_all(stretch):
+    atoms = bulk("Ar", "fcc", 5.3, cubic=True)
+    batch = Batch.from_data_list([AtomicData.from_atoms(atoms * (2, 2, 2), dtype=torch.float64)] * 3)
+    compute_neighbors(batch, 6.0, format="matrix")
+    moved = torch.tensor([False, True, False])
+    # The middle graph is squeezed, so that its rows get longer; for the second case, longer than the table.
+    batch.cell[1] *= 1 - stretch
+    batch.positions[moved[batch.batch_idx]] *= 1 - stretch
+    untouched = batch.neighbor_matrix[:32].clone()
+    alone = batch.clone()
+    compute_neighbors(alone, 6.0, format="matrix")
+    compute_neighbors(batch, 6.0, format="matrix", in_place=True, graphs=moved)
+    assert torch.equal(batch.num_neighbors, alone.num_neighbors)
+    for row, n in enumerate(alone.num_neighbors.tolist()):
+        assert torch.equal(batch.neighbor_matrix[row, :n], alone.neighbor_matrix[row, :n])
+        assert torch.equal(batch.neighbor_matrix_shifts[row, :n], alone.neighbor_matrix_shifts[row, :n])
+        assert bool((batch.neighbor_matrix[row, n:] == batch.num_nodes).all())
+    assert torch.equal(batch.neighbor_matrix[:32, : untouched.shape[1]], untouched)
+
+
+def test_graphs_that_are_not_searched_keep_their_rows():
+    batch = Batch.from_data_list([AtomicData.from_atoms(bulk("Ar", "fcc", 5.3), dtype=torch.float64)] * 2)
+    compute_neighbors(batch, 6.0, format="matrix")
+    batch.neighbor_matrix_shifts[1].neg_()
+    reversed_shifts = batch.neighbor_matrix_shifts[1].clone()
+    compute_neighbors(batch, 6.0, format="matrix", in_place=True, graphs=torch.tensor([True, False]))
+    assert torch.equal(batch.neighbor_matrix_shifts[1], reversed_shifts)

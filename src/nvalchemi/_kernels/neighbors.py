@@ -24,7 +24,7 @@ from numba import prange
 
 from nvalchemi._kernels.threads import ThreadedKernel
 
-OK, DEGENERATE, NOT_FINITE, TOO_FAR, SHIFTS_TOO_LARGE = 0, 1, 2, 3, 4
+OK, DEGENERATE, NOT_FINITE, TOO_FAR, SHIFTS_TOO_LARGE, TOO_NARROW = 0, 1, 2, 3, 4, 5
 
 MIN_PLANE_DISTANCE = 1e-3
 """Lattice planes of a periodic axis closer than this (Å) make a cell degenerate: no crystal comes near, round-off
@@ -328,7 +328,7 @@ def _round_up(width):
     return (width + 7) // 8 * 8
 
 
-def _search(x, ptr, cell, pbc, cutoff, half, counts, matrix, shifts):
+def _search(x, ptr, cell, pbc, cutoff, half, wanted, counts, matrix, shifts):
     """Find all neighbours.
 
     Parameters
@@ -337,6 +337,8 @@ def _search(x, ptr, cell, pbc, cutoff, half, counts, matrix, shifts):
         Positions [N, 3], first atom of each graph [B + 1], cells [B, 3, 3], periodicity [B, 3].
     cutoff, half
         Distance; list each pair once.
+    wanted : array [B]
+        Graphs to search; the rows of the others are left as they are.
     counts : array [N]
         Out: neighbours of each atom.
     matrix, shifts : array [N, K], array [N, 3, K]
@@ -346,13 +348,16 @@ def _search(x, ptr, cell, pbc, cutoff, half, counts, matrix, shifts):
     -------
     tuple of (int, int, int, array, array)
         Status, graph and atom it concerns, and the tables: those given, or wider ones without padding.
+        ``TOO_NARROW`` when wider ones are needed and not all graphs were wanted.
     """
     graphs, atoms = ptr.shape[0] - 1, x.shape[0]
     wrapped, frac = np.empty((atoms, 3)), np.empty((atoms, 3))
     wrap = np.empty((atoms, 3), np.int32)
     lattice, bounds = np.empty((graphs, 3, 3)), np.empty((graphs, 3, 5))
-    grid, outcome = np.empty((graphs, 4), np.int64), np.empty((graphs, 3), np.int64)
+    grid, outcome = np.zeros((graphs, 4), np.int64), np.zeros((graphs, 3), np.int64)
     for g in prange(graphs):
+        if not wanted[g]:
+            continue
         lo, hi = ptr[g], ptr[g + 1]
         outcome[g, 0], outcome[g, 1], outcome[g, 2] = _plan_graph(
             x[lo:hi], cell[g], pbc[g], cutoff, wrapped[lo:hi], wrap[lo:hi], frac[lo:hi], lattice[g], bounds[g], grid[g],
@@ -360,6 +365,9 @@ def _search(x, ptr, cell, pbc, cutoff, half, counts, matrix, shifts):
     width = 0
     image_ptr, bin_ptr = np.zeros(graphs + 1, np.int64), np.zeros(graphs + 1, np.int64)
     for g in range(graphs):
+        if not wanted[g]:
+            image_ptr[g + 1], bin_ptr[g + 1] = image_ptr[g], bin_ptr[g]
+            continue
         if outcome[g, 0] != OK:
             return outcome[g, 0], g, outcome[g, 1], matrix, shifts
         if outcome[g, 2] > _INT8_MAX and shifts.itemsize == 1:
@@ -373,6 +381,8 @@ def _search(x, ptr, cell, pbc, cutoff, half, counts, matrix, shifts):
     position, owner = np.empty((3, images)), np.empty(images, np.int32)
     shift, image = np.empty((images, 3), np.int32), np.empty((images, 3), np.int32)
     for g in prange(graphs):
+        if not wanted[g]:
+            continue
         lo, hi, im, jm = ptr[g], ptr[g + 1], image_ptr[g], image_ptr[g + 1]
         _sort_images(
             pbc[g], wrapped[lo:hi], wrap[lo:hi], frac[lo:hi], lattice[g], bounds[g], grid[g],
@@ -391,6 +401,8 @@ def _search(x, ptr, cell, pbc, cutoff, half, counts, matrix, shifts):
             for i in range(begin, end):
                 while i >= ptr[g + 1]:
                     g += 1
+                if not wanted[g]:
+                    continue
                 im, jm = image_ptr[g], image_ptr[g + 1]
                 found, hits = _scan(
                     wrapped[i, 0], wrapped[i, 1], wrapped[i, 2], frac[i], cutoff * cutoff, bounds[g], grid[g],
@@ -410,6 +422,8 @@ def _search(x, ptr, cell, pbc, cutoff, half, counts, matrix, shifts):
             longest = max(longest, counts[i])
         if longest <= matrix.shape[1]:
             return OK, 0, 0, matrix, shifts
+        if not wanted.all():
+            return TOO_NARROW, 0, 0, matrix, shifts
         given, width = False, _round_up(longest)
         matrix, shifts = np.empty((atoms, width), matrix.dtype), np.empty((atoms, 3, width), shifts.dtype)
 

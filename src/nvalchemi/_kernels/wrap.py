@@ -1,23 +1,65 @@
-"""Cell shifts of a neighbour list after atoms were moved by lattice vectors, compiled for the CPU."""
+"""Which atoms have left their cell, and the shifts of a neighbour list after they were moved back, for the CPU."""
 
 # numba infers the types of kernels; annotations would not help it.
 # pyright: basic, reportPrivateImportUsage=false
 
+import math
+
 import numba
+
+MAX_IMAGES = 2.0**31
+"""Crossings are counted in int32 where a batch has image flags."""
+
+
+@numba.njit(cache=True)
+def wrap_atoms(positions, reference, cell, inverse, axes, graph, n, crossed):
+    """Take n h off x, n = floor(x h⁻¹) along the axes marked [B, 3]; writes n, crossed; returns how many crossed.
+
+    The same is taken off ``reference`` [N, 3], unless it is empty.
+    """
+    count = 0
+    for i in range(positions.shape[0]):
+        g = graph[i]
+        for c in range(3):
+            if axes[g, c]:
+                scaled = 0.0
+                for d in range(3):
+                    scaled += positions[i, d] * inverse[g, d, c]
+                # Atoms of a structure that failed may be anywhere, or NaN, which compares false: they stay.
+                if -MAX_IMAGES < scaled < 0.0 or 1.0 <= scaled < MAX_IMAGES:
+                    n[i, c] = int(math.floor(scaled))
+                    crossed[i] = True
+        if crossed[i]:
+            count += 1
+            for d in range(3):
+                move = n[i, 0] * cell[g, 0, d] + n[i, 1] * cell[g, 1, d] + n[i, 2] * cell[g, 2, d]
+                positions[i, d] -= move
+                if reference.shape[0] > 0:
+                    reference[i, d] -= move
+    return count
 
 
 @numba.njit(cache=True)
 def shift_matrix(n, crossed, matrix, shifts):
     """S += n_j − n_i in a padded table: n [N, 3], crossed [N], matrix [N, K], shifts [N, K, 3]."""
-    atoms = matrix.shape[0]
+    atoms, width = matrix.shape
     for i in range(atoms):
-        for k in range(matrix.shape[1]):
-            j = matrix[i, k]
-            if j >= atoms:
-                break
-            if crossed[i] or crossed[j]:
+        if crossed[i]:
+            for k in range(width):
+                j = matrix[i, k]
+                if j >= atoms:
+                    break
                 for c in range(3):
                     shifts[i, k, c] += n[j, c] - n[i, c]
+        else:
+            # Most atoms have not crossed, nor has what they see: this loop is what the time goes into.
+            for k in range(width):
+                j = numba.uint32(matrix[i, k])
+                if j >= atoms:
+                    break
+                if crossed[j]:
+                    for c in range(3):
+                        shifts[i, k, c] += n[j, c]
 
 
 @numba.njit(cache=True)

@@ -2,10 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,10 @@ def info(
         Path, typer.Argument(help="Structures, in any format that ASE reads.", show_default=False)
     ],
 ) -> None:
-    """Say what is in FILE: frames, formulas, elements, periodicity, fields and the ranges of their values."""
+    """Say what is in FILE.
+
+    Frames, formulas, elements, periodicity, fields and the ranges of their values.
+    """
     import torch
 
     from nvalchemi.cli.errors import InputError
@@ -54,7 +57,10 @@ def convert(
     ] = False,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Convert structures from one format to another, frame by frame; OUT appears whole or not at all."""
+    """Convert structures from one format to another.
+
+    Frame by frame; OUT appears whole or not at all.
+    """
     import torch
 
     from nvalchemi.cli.errors import InputError
@@ -70,19 +76,20 @@ def convert(
             on_error="skip" if skip_broken else "raise",
             dtype=torch.float64,
         )
-        count = write(target, _not_empty(frames, source), format=output_format)
+        count = write(target, _not_empty(frames, source, index), format=output_format)
     except (OSError, ValueError) as error:
         raise InputError(str(error)) from error
     typer.echo(f"{target}: {count} structure{'s' if count != 1 else ''}")
 
 
-def _not_empty(frames: Iterable["AtomicData"], source: Path) -> Iterator["AtomicData"]:
+def _not_empty(frames: Iterable["AtomicData"], source: Path, index: str) -> Iterator["AtomicData"]:
     empty = True
     for frame in frames:
         empty = False
         yield frame
     if empty:
-        raise ValueError(f"{source}: no structure in it")
+        what = "no structure in it" if index == ":" else f"--index {index} chooses no frame of it"
+        raise ValueError(f"{source}: {what}")
 
 
 @dataclass
@@ -123,7 +130,13 @@ class _Summary:
         self.formulas[data.chemical_formula or "(no atoms)"] += 1
         self.elements.update(data.atomic_numbers.tolist())
         self.periodicity["".join("T" if axis else "F" for axis in data.pbc[0].tolist())] += 1
-        self.info_keys.update(str(key) for key in data.info)
+        # Arrays of the file that are no known field; what a program has put under this key is its own affair.
+        others = data.info.get("arrays")
+        arrays: Mapping[str, Any] = others if isinstance(others, Mapping) else {}
+        for name, array in arrays.items():
+            self.fields[name] = ("node", f"[{', '.join(('n', *map(str, array.shape[1:])))}]")
+            self.counts[name] += 1
+        self.info_keys.update(str(key) for key in data.info if not (key == "arrays" and arrays))
         for name in data.keys():
             tail = data[name].shape[1:]
             shape = ", ".join(("n" if data.level(name) == "node" else "1", *map(str, tail)))

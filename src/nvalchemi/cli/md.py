@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nvalchemi import units
 from nvalchemi.cli import options
 
 if TYPE_CHECKING:
@@ -13,21 +14,27 @@ if TYPE_CHECKING:
     from nvalchemi.cli.structures import Structure
     from nvalchemi.data import Batch
     from nvalchemi.dynamics import BaseDynamics
-    from nvalchemi.hooks import Hook
-    from nvalchemi.models.base import BaseModelMixin
 
 
 def md(
     files: options.Files,
     model: options.Model,
     steps: Annotated[int, typer.Option(min=1, help="Steps to make.", show_default=False)],
-    ensemble: Annotated[options.Ensemble, typer.Option(help="nve: velocity Verlet; nvt: Langevin.")] = "nvt",
+    ensemble: Annotated[
+        options.Ensemble,
+        typer.Option(help="nve: velocity Verlet; nvt: Langevin; npt: isotropic MTK barostat."),
+    ] = "nvt",
     temperature: Annotated[
         float | None,
-        typer.Option(help="K; needed by nvt, and where the files have no velocities.", show_default=False),
+        typer.Option(
+            help="K; needed by nvt and npt, and where the files have no velocities.", show_default=False
+        ),
     ] = None,
     dt: Annotated[float, typer.Option(help="Time step, fs.")] = 1.0,
     friction: Annotated[float, typer.Option(help="Friction of nvt, 1/fs.")] = 0.01,
+    pressure: Annotated[float, typer.Option(help="Pressure of npt, GPa.")] = 0.0,
+    thermostat_time: Annotated[float, typer.Option(help="Relaxation time of npt's thermostat, fs.")] = 100.0,
+    barostat_time: Annotated[float, typer.Option(help="Relaxation time of npt's barostat, fs.")] = 1000.0,
     seed: Annotated[int, typer.Option(help="Of all random numbers.")] = 42,
     output: Annotated[
         Path | None,
@@ -41,6 +48,8 @@ def md(
     log_every: Annotated[int, typer.Option(min=1, help="Steps between rows of the log.")] = 10,
     device: options.Device = "auto",
     threads: options.Threads = None,
+    restart: options.Restart = None,
+    save_every: options.SaveEvery = 100,
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
     show_hooks: options.ShowHooks = False,
@@ -54,16 +63,20 @@ def md(
     from nvalchemi.cli import structures as inputs
     from nvalchemi.cli.errors import InputError, InterruptError
     from nvalchemi.cli.statistics import RunStatistics
+    from nvalchemi.dynamics import NPT, NVE, NVTLangevin
 
-    if ensemble == "npt":
-        raise InputError(
-            "--ensemble npt: constant pressure is not in this version yet; there are nve and nvt"
-        )
-    if ensemble == "nvt" and temperature is None:
-        raise InputError("--ensemble nvt needs --temperature")
-    outputs.check_outputs({"--output": output, "--traj": traj, "--log": log}, files, overwrite=overwrite)
+    if ensemble != "nve" and temperature is None:
+        raise InputError(f"--ensemble {ensemble} needs --temperature")
+    outputs.check_outputs(
+        {"--output": output, "--traj": traj, "--log": log, "--restart": restart},
+        files,
+        overwrite=overwrite,
+        continued=outputs.continued_outputs(restart),
+    )
     outputs.check_trajectory_file(traj)
     structures = inputs.read_structures(files)
+    for structure in structures:
+        structure.data.info.pop("converged", None)  # said by `relax` of a state that is now left
     if output is not None:
         outputs.check_structure_file("--output", output, len(structures))
     session.set_threads(threads)
@@ -81,13 +94,19 @@ def md(
     ]
     try:
         _set_velocities(batch, temperature, seed)
-        dynamics = _make_dynamics(potential, ensemble, dt, temperature, friction, seed, hooks)
+        if ensemble == "nve" or temperature is None:
+            dynamics: BaseDynamics = NVE(potential, dt, hooks=hooks)
+        elif ensemble == "nvt":
+            dynamics = NVTLangevin(potential, dt, temperature, friction, random_seed=seed, hooks=hooks)
+        else:
+            applied = pressure * units.GPa
+            dynamics = NPT(potential, dt, temperature, applied, barostat_time, thermostat_time, hooks=hooks)
     except ValueError as error:
         raise InputError(str(error)) from error
     if show_hooks:
         typer.echo(dynamics.describe_hooks())
 
-    interrupted = session.run(dynamics, structures, batch, steps)
+    interrupted = session.run(dynamics, structures, batch, steps, restart=restart, save_every=save_every)
 
     if output is not None:
         session.save(output, inputs.with_results(structures, batch, velocities=True))
@@ -95,7 +114,8 @@ def md(
         _print_results(structures, batch, dynamics, statistics)
     if interrupted:
         raise InterruptError(
-            f"interrupted at step {dynamics.step_count}; the files have what was done until then"
+            f"interrupted after {int(batch.system_step.max())} steps; the files have what was done until then"
+            + session.how_to_resume(restart)
         )
     session.check_finite(structures, batch)
 
@@ -111,29 +131,12 @@ def _set_velocities(batch: "Batch", temperature: float | None, seed: int) -> Non
     initialize_velocities(batch, temperature, random_seed=seed)
 
 
-def _make_dynamics(
-    potential: "BaseModelMixin",
-    ensemble: options.Ensemble,
-    dt: float,
-    temperature: float | None,
-    friction: float,
-    seed: int,
-    hooks: "list[Hook]",
-) -> "BaseDynamics":
-    from nvalchemi.dynamics import NVE, NVTLangevin
-
-    if ensemble == "nve" or temperature is None:
-        return NVE(potential, dt=dt, hooks=hooks)
-    return NVTLangevin(
-        potential, dt=dt, temperature=temperature, friction=friction, random_seed=seed, hooks=hooks
-    )
-
-
 def _print_results(
     structures: "Sequence[Structure]", batch: "Batch", dynamics: "BaseDynamics", statistics: "RunStatistics"
 ) -> None:
     from nvalchemi.cli.statistics import engine_temperature
     from nvalchemi.cli.tables import Cell, Column, print_table
+    from nvalchemi.dynamics import NVE
 
     columns = [
         Column("#"), Column("name"), Column("atoms", "d"), Column("steps", "d"), Column("time/ps", ".3f"),
@@ -150,8 +153,10 @@ def _print_results(
         1000 * statistics.energy_change / batch.num_nodes_per_graph,
     )
     names = [structure.name for structure in structures]
+    if type(dynamics) is not NVE:
+        columns.pop()  # what a thermostat takes and gives says nothing about the integration
     rows: list[list[Cell]] = [
-        [str(k), name, *values]
+        [str(k), name, *values[: len(columns) - 2]]
         for k, (name, *values) in enumerate(zip(names, *(t.tolist() for t in per_graph), strict=True))
     ]
     print_table(columns, rows)

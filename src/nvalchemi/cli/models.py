@@ -4,7 +4,10 @@ import typer
 
 
 def models() -> None:
-    """List the potentials, what they need that is not installed, and the devices of this machine."""
+    """List the potentials.
+
+    Also what they need that is not installed, and the devices of this machine.
+    """
     import torch
 
     from nvalchemi.cli.tables import Column, print_table

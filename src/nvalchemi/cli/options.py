@@ -16,9 +16,18 @@ Threads = Annotated[
 Log = Annotated[
     Path | None, typer.Option(help="Write a log: .csv, or .jsonl for JSON lines.", show_default=False)
 ]
+Restart = Annotated[
+    Path | None,
+    typer.Option(
+        help="Save the state of the run here. If the file exists, go on from it: the same command again resumes a "
+        "run that was stopped, log and trajectory included.",
+        show_default=False,
+    ),
+]
+SaveEvery = Annotated[int, typer.Option(min=1, help="Steps between saves of the state.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")]
 ShowHooks = Annotated[bool, typer.Option("--show-hooks", help="Print which hook fires where, and go on.")]
 
 Ensemble = Literal["nve", "nvt", "npt"]
-Optimizer = Literal["fire"]
+Optimizer = Literal["fire", "fire2", "lbfgs"]

@@ -11,12 +11,9 @@ from nvalchemi.cli import options
 if TYPE_CHECKING:
     from nvalchemi.cli.structures import Structure
     from nvalchemi.data import AtomicData, Batch
-    from nvalchemi.dynamics import BaseDynamics
+    from nvalchemi.dynamics import Minimiser
+    from nvalchemi.hooks import DynamicsContext, Hook
     from nvalchemi.models.base import BaseModelMixin
-
-_FIRST_STEP = 1.0
-"""Time step (fs) that FIRE starts with, as in ASE's 0.1 Å·sqrt(amu/eV); it grows tenfold where the way is
-straight."""
 
 
 def relax(
@@ -32,6 +29,8 @@ def relax(
     device: options.Device = "auto",
     threads: options.Threads = None,
     log: options.Log = None,
+    restart: options.Restart = None,
+    save_every: options.SaveEvery = 100,
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
     show_hooks: options.ShowHooks = False,
@@ -46,9 +45,14 @@ def relax(
     from nvalchemi.cli import structures as inputs
     from nvalchemi.cli.errors import InputError, InterruptError, RunError
 
-    if not fmax > 0:
-        raise InputError(f"--fmax must be positive, got {fmax}")
-    outputs.check_outputs({"--output": output, "--log": log}, files, overwrite=overwrite)
+    if not 0 < fmax < float("inf"):
+        raise InputError(f"--fmax must be positive and finite, got {fmax}")
+    outputs.check_outputs(
+        {"--output": output, "--log": log, "--restart": restart},
+        files,
+        overwrite=overwrite,
+        continued=outputs.continued_outputs(restart),
+    )
     structures = inputs.read_structures(files)
     outputs.check_structure_file("--output", output, len(structures))
     if cell:
@@ -57,13 +61,12 @@ def relax(
     where = session.choose_device(device)
     potential = session.load(model, where)
     batch = inputs.make_batch(structures, potential, where, keep_velocities=False)
-    dynamics = _make_dynamics(
-        potential, len(structures), cell=cell, fmax=fmax, steps=steps, log=log, quiet=quiet
-    )
+    hooks = [*session.log_hooks(log, frequency=1), *session.terminal_hooks(steps, _progress, quiet=quiet)]
+    dynamics = _make_minimiser(potential, optimizer, hooks, cell=cell, fmax=fmax)
     if show_hooks:
         typer.echo(dynamics.describe_hooks())
 
-    interrupted = session.run(dynamics, structures, batch, steps)
+    interrupted = session.run(dynamics, structures, batch, steps, restart=restart, save_every=save_every)
 
     converged = (batch.status[:, 0] >= dynamics.exit_status).tolist()
     results = inputs.with_results(structures, batch, velocities=False)
@@ -71,10 +74,12 @@ def relax(
         data.info["converged"] = done
     session.save(output, results)
     if not quiet:
-        _print_results(structures, results, batch, converged, cell=cell)
+        largest = dynamics.max_force(batch).tolist()  # with --cell the forces on the cells, too
+        _print_results(structures, results, batch, largest, converged, cell=cell)
     if interrupted:
         raise InterruptError(
-            f"interrupted at step {dynamics.step_count}; {output} has the structures as they were then"
+            f"interrupted after {int(batch.system_step.max())} steps; {output} has the structures as they were then"
+            + session.how_to_resume(restart)
         )
     session.check_finite(structures, batch)
     failed = [structure.label for structure, done in zip(structures, converged, strict=True) if not done]
@@ -85,37 +90,33 @@ def relax(
         )
 
 
-def _make_dynamics(
-    potential: "BaseModelMixin",
-    count: int,
-    *,
-    cell: bool,
-    fmax: float,
-    steps: int,
-    log: Path | None,
-    quiet: bool,
-) -> "BaseDynamics":
-    from nvalchemi.cli import session
-    from nvalchemi.dynamics import FIRE, ConvergenceHook, FIREVariableCell
-    from nvalchemi.hooks import DynamicsContext
+def _progress(ctx: "DynamicsContext") -> str:
+    count = 0 if ctx.batch is None else ctx.batch.num_graphs
+    active = count if ctx.active_graph_mask is None else int(ctx.active_graph_mask.sum())
+    return f"{count - active} of {count} converged"
 
-    def describe(ctx: DynamicsContext) -> str:
-        active = count if ctx.active_graph_mask is None else int(ctx.active_graph_mask.sum())
-        return f"{count - active} of {count} converged"
 
-    minimiser = FIREVariableCell if cell else FIRE
-    return minimiser(
-        potential,
-        dt=_FIRST_STEP,
-        hooks=[*session.log_hooks(log, frequency=1), *session.terminal_hooks(steps, describe, quiet=quiet)],
-        convergence_hook=ConvergenceHook.from_fmax(fmax),
-    )
+def _make_minimiser(
+    potential: "BaseModelMixin", optimizer: options.Optimizer, hooks: "list[Hook]", *, cell: bool, fmax: float
+) -> "Minimiser":
+    from nvalchemi.dynamics import FIRE, FIRE2, LBFGS, AtomCoordinates, CellCoordinates, ConvergenceHook
+
+    coordinates = CellCoordinates() if cell else AtomCoordinates()
+    done = ConvergenceHook.from_fmax(fmax)
+    match optimizer:
+        case "fire":
+            return FIRE(potential, hooks=hooks, convergence_hook=done, coordinates=coordinates)
+        case "fire2":
+            return FIRE2(potential, hooks=hooks, convergence_hook=done, coordinates=coordinates)
+        case "lbfgs":
+            return LBFGS(potential, hooks=hooks, convergence_hook=done, coordinates=coordinates)
 
 
 def _print_results(
     structures: "Sequence[Structure]",
     results: "Sequence[AtomicData]",
     batch: "Batch",
+    largest: Sequence[float],
     converged: Sequence[bool],
     *,
     cell: bool,
@@ -125,7 +126,6 @@ def _print_results(
 
     from nvalchemi import units
     from nvalchemi.cli.tables import Cell, Column, print_table
-    from nvalchemi.dynamics.thermo import max_force
 
     columns = [
         Column("#"), Column("name"), Column("atoms", "d"), Column("steps", "d"), Column("energy/eV", ".4f"),
@@ -133,7 +133,6 @@ def _print_results(
         Column("a/Å", ".4f"), Column("exp", ".3f"), Column("Δ/%", "+.2f"),
         Column("c/Å", ".4f"), Column("exp", ".3f"), Column("Δ/%", "+.2f"), Column("converged"),
     ]  # fmt: skip
-    largest = max_force(batch).tolist()
     rows: list[list[Cell]] = []
     for k, (structure, result) in enumerate(zip(structures, results, strict=True)):
         row: list[Cell] = [

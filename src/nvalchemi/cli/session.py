@@ -76,8 +76,16 @@ def terminal_hooks(steps: int, describe: "Callable[[DynamicsContext], str]", *, 
     return [ProgressHook(steps, describe, quiet=quiet), InterruptHook()]
 
 
-def run(dynamics: "BaseDynamics", structures: "Sequence[Structure]", batch: "Batch", n_steps: int) -> bool:
-    """Run, and say whether the user stopped it.
+def run(
+    dynamics: "BaseDynamics",
+    structures: "Sequence[Structure]",
+    batch: "Batch",
+    n_steps: int,
+    *,
+    restart: Path | None = None,
+    save_every: int = 100,
+) -> bool:
+    """Run, or go on with the run whose state is in ``restart``, and say whether the user stopped it.
 
     What is wrong before the first step (model, structures and options that do not fit) is an
     :class:`InputError`, and no file was touched; what goes wrong later is a :class:`RunError`. Either is one
@@ -85,7 +93,7 @@ def run(dynamics: "BaseDynamics", structures: "Sequence[Structure]", batch: "Bat
     """
     try:
         # Admission alone: checks the batch, and computes the first forces that the run then starts from.
-        dynamics.run(batch, n_steps=0)
+        dynamics.run(batch, n_steps=0, restart=restart, save_every=save_every)
     except KeyboardInterrupt:
         raise InterruptError("interrupted before the first step; nothing was written") from None
     except ValueError as error:
@@ -94,12 +102,17 @@ def run(dynamics: "BaseDynamics", structures: "Sequence[Structure]", batch: "Bat
     if wrong:
         raise InputError(f"energy or forces are not finite: {wrong}; do atoms overlap?")
     try:
-        dynamics.run(batch, n_steps=n_steps)
+        dynamics.run(batch, n_steps=n_steps, restart=restart, save_every=save_every)
     except KeyboardInterrupt:
         return True
     except (ValueError, RuntimeError, OSError) as error:
         raise RunError(f"the run failed at step {dynamics.step_count}: {error}") from error
     return False
+
+
+def how_to_resume(restart: Path | None) -> str:
+    """End of the message about an interruption."""
+    return "" if restart is None else f"; the same command goes on from the last state in {restart}"
 
 
 def save(file: Path, structures: "Sequence[AtomicData]") -> None:

@@ -1,6 +1,8 @@
 """Averages over a run."""
 
+from collections.abc import Mapping
 from enum import Enum
+from typing import Any
 
 from torch import Tensor
 
@@ -38,11 +40,25 @@ class RunStatistics:
         """Take a sample, leaving it on the device of the batch."""
         ctx, batch = dynamics_context(self, ctx)
         now = engine_temperature(ctx.workflow, batch)
-        self._sum = now if self._sum is None else self._sum + now
+        self._sum = now if self._sum is None else self._sum.to(now.device) + now
         self._samples += 1
         self._last_energy = batch.energy[:, 0] + kinetic_energy(batch)
         if self._first_energy is None:
             self._first_energy = self._last_energy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sums so far."""
+        return {
+            "samples": self._samples,
+            "sum": self._sum,
+            "first_energy": self._first_energy,
+            "last_energy": self._last_energy,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a state."""
+        self._samples, self._sum = state["samples"], state["sum"]
+        self._first_energy, self._last_energy = state["first_energy"], state["last_energy"]
 
     @property
     def mean_temperature(self) -> Tensor:
@@ -56,4 +72,4 @@ class RunStatistics:
         """Total energy at the last sample minus that at the first, eV, ``[B]``."""
         if self._first_energy is None or self._last_energy is None:
             raise ValueError("no sample was taken")
-        return self._last_energy - self._first_energy
+        return self._last_energy - self._first_energy.to(self._last_energy.device)

@@ -1,7 +1,7 @@
 """Many structures in one: :class:`Batch`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from nvalchemi.data._join import join_fields
 from nvalchemi.data.atomic_data import AtomicData
 from nvalchemi.data.schema import FIELDS, Level
 from nvalchemi.typing import Int
+
+if TYPE_CHECKING:
+    from nvalchemi.data._fixed import FixedBatch
 
 Indices = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 
@@ -102,6 +105,23 @@ class Batch(FieldContainer):
                 )
         batch = cls._make(*join_fields(parts, missing=missing))
         return batch if device is None else batch.to(device)
+
+    @staticmethod
+    def empty(
+        num_systems: int, num_nodes: int, num_edges: int, template: "Batch | AtomicData"
+    ) -> "FixedBatch":
+        """Room of fixed capacity for structures like ``template``, to be filled with ``put``.
+
+        Parameters
+        ----------
+        num_systems, num_nodes, num_edges : int
+            Capacity.
+        template : Batch or AtomicData
+            Has the fields, with dtypes, shapes and device.
+        """
+        from nvalchemi.data._fixed import FixedBatch
+
+        return FixedBatch(num_systems, num_nodes, num_edges, template)
 
     # ------------------------------------------------------------------ structure
     @property

@@ -80,6 +80,9 @@ class StructureDataset(ABC):
     def __iter__(self) -> Iterator[AtomicData]:
         return (self._get(i) for i in range(len(self)))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} structures)"
+
     def read_parts(self, indices: Indices) -> list[Batch]:
         """Many structures in as many batches as there are changes in the set of fields from one to the next."""
         parts: list[list[AtomicData]] = []

@@ -1,7 +1,7 @@
 """Batches for training: :class:`DataLoader`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,8 @@ class DataLoader:
     multiprocessing_context : str, optional
         How processes are started (``"fork"``, ``"spawn"``, ``"forkserver"``); default: as Python does it here.
     rank, world_size : int, default 0 and 1
-        Of the batches of an epoch this loader yields every ``world_size``-th, beginning with ``rank``.
+        Of the batches of an epoch this loader yields every ``world_size``-th, beginning with ``rank`` (see
+        :meth:`divide`, which sets them later).
 
     Notes
     -----
@@ -119,8 +120,6 @@ class DataLoader:
     ) -> None:
         if sampler is not None and shuffle:
             raise ValueError("give either sampler or shuffle=True: a sampler decides the order")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must lie in 0 … world_size − 1, got rank {rank} of {world_size}")
         self.dataset, self.seed = dataset, seed
         sampler = sampler or _sampler(dataset, shuffle, seed)
         if batcher is None and (max_atoms is not None or max_edges is not None):
@@ -128,7 +127,9 @@ class DataLoader:
             batcher = BudgetBatcher(dataset.num_nodes(), edges, max_atoms=max_atoms, max_edges=max_edges)
         batcher = batcher or FixedBatcher(batch_size, drop_last=drop_last)
         source = _Source(dataset, tuple(transforms), tuple(batch_transforms), missing, dtype, seed)
-        self._requests = _Requests(sampler, batcher, rank, world_size, drop_last)
+        self._requests = _Requests(sampler, batcher, drop_last)
+        self._count: tuple[int, int] | None = None
+        self.divide(rank, world_size)
         self._loader = TorchDataLoader(
             source,
             batch_sampler=self._requests,  # pyright: ignore[reportArgumentType]
@@ -143,7 +144,33 @@ class DataLoader:
         )
         self._epoch = self._position = 0
         self._resuming = False
-        self._count: tuple[int, int] | None = None
+
+    # ------------------------------------------------------------------ ranks
+    @property
+    def rank(self) -> int:
+        """Number of the rank whose share this loader yields."""
+        return self._requests.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the batches of an epoch are dealt out to."""
+        return self._requests.world_size
+
+    def divide(self, rank: int, world_size: int, *, even: bool = False) -> None:
+        """Yield, from the next epoch on, the share of one of several ranks.
+
+        Parameters
+        ----------
+        rank, world_size : int
+            The share: every ``world_size``-th batch, beginning with number ``rank``.
+        even : bool, default False
+            Give all ranks the same number of batches by repeating the first ones of the epoch, as training in step
+            needs. Otherwise (and without ``drop_last``) some ranks may have one more than others.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must lie in 0 … world_size − 1, got rank {rank} of {world_size}")
+        self._requests.rank, self._requests.world_size, self._requests.even = rank, world_size, even
+        self._count = None
 
     # ------------------------------------------------------------------ batches
     @property
@@ -178,8 +205,13 @@ class DataLoader:
 
     # ------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, int]:
-        """Position: epoch, batches already yielded in it, and the seed."""
-        return {"epoch": self._epoch, "batch": self._position, "seed": self.seed}
+        """Position: epoch, batches already yielded in it and how many it has, and the seed."""
+        return {
+            "epoch": self._epoch,
+            "batch": self._position,
+            "batches": len(self),
+            "seed": self.seed,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from a position.
@@ -187,11 +219,18 @@ class DataLoader:
         Raises
         ------
         ValueError
-            The position was taken with another seed, so that it means other batches.
+            The position was taken with another seed, or inside an epoch of another number of batches, so that it means
+            other batches.
         """
         if state["seed"] != self.seed:
             raise ValueError(
                 f"the position was taken with seed {state['seed']}, this loader has seed {self.seed}"
+            )
+        number = sum(1 for _ in self.batches(state["epoch"])) if state["batch"] else None
+        if number is not None and number != state["batches"]:
+            raise ValueError(
+                f"the position is after batch {state['batch']} of {state['batches']}, here the epoch has {number}: "
+                "dataset, batch size or number of ranks are others"
             )
         self._epoch, self._position = state["epoch"], state["batch"]
         self._resuming = True
@@ -207,18 +246,23 @@ class _Requests:
     """Batches of the current epoch that are still to come, for torch's loader."""
 
     # Knows nothing of the DataLoader: a cycle of references would keep worker processes alive until it is collected.
-    def __init__(
-        self, sampler: Sampler, batcher: Batcher, rank: int, world_size: int, drop_last: bool
-    ) -> None:
-        self._sampler, self._batcher = sampler, batcher
-        self._rank, self._world_size, self._drop_last = rank, world_size, drop_last
+    def __init__(self, sampler: Sampler, batcher: Batcher, drop_last: bool) -> None:
+        self._sampler, self._batcher, self._drop_last = sampler, batcher, drop_last
+        self.rank, self.world_size, self.even = 0, 1, False
         self.epoch = self.first = 0
 
     def batches(self, epoch: int) -> Iterator[np.ndarray]:
         batches = self._batcher.cut(self._sampler.order(epoch))
-        while group := list(islice(batches, self._world_size)):
-            if len(group) == self._world_size or (not self._drop_last and self._rank < len(group)):
-                yield group[self._rank]
+        first: list[np.ndarray] = []
+        while group := list(islice(batches, self.world_size)):
+            first = first or list(group)
+            if len(group) < self.world_size:
+                if self._drop_last:
+                    return
+                if self.even:
+                    group += islice(cycle(first), self.world_size - len(group))
+            if self.rank < len(group):
+                yield group[self.rank]
 
     def __iter__(self) -> Iterator[_Request]:
         for number, indices in enumerate(self.batches(self.epoch)):

@@ -96,7 +96,8 @@ def compute_statistics(dataset: StructureDataset | Iterable[Batch]) -> DatasetSt
             values = batch.forces.detach().cpu().double().numpy()
             forces.add(values[np.isfinite(values)])
             norms = np.linalg.norm(values, axis=1)
-            forces_max = float(np.fmax(forces_max, norms[np.isfinite(norms)].max(initial=0.0)))
+            finite = norms[np.isfinite(norms)]
+            forces_max = float(np.fmax(forces_max, finite.max())) if len(finite) else forces_max
         if "stress" in batch:
             values = batch.stress.detach().cpu().double().numpy()
             stress.add(values[np.isfinite(values)])

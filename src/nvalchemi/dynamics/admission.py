@@ -3,12 +3,19 @@
 import torch
 from torch import Tensor
 
-from nvalchemi.data import Batch
-from nvalchemi.dynamics.thermo import free_atom_mask
+from nvalchemi.data import Batch, Field, register_field
+from nvalchemi.dynamics.thermo import FROZEN_ATOMS, free_atom_mask
 from nvalchemi.models.base import ModelConfig
 
 FAILED = -1
 """Status of a structure that was given up."""
+
+STAGE_ENTRY_STEP = register_field(
+    Field(
+        "stage_entry_step", "system", (1,), "int", "", "system_step at which a structure entered its stage",
+        neutral=0, persistent=False,
+    )
+)  # fmt: skip
 
 
 def complete_batch(batch: Batch, config: ModelConfig) -> None:
@@ -30,7 +37,8 @@ def complete_batch(batch: Batch, config: ModelConfig) -> None:
     ------
     ValueError
         No graphs; a field the model needs is missing; positions or masses that are not finite, masses that
-        are not positive, a ``system_id`` that occurs twice. The message names the graph.
+        are not positive (failed graphs may have any), a ``system_id`` that occurs twice. The message names the
+        graph.
     """
     if batch.num_graphs == 0:
         raise ValueError("the batch has no graphs")
@@ -42,15 +50,14 @@ def complete_batch(batch: Batch, config: ModelConfig) -> None:
     for name, tensor in list(batch.items()):
         if tensor.requires_grad:
             batch.add_key(name, tensor.detach())
-    _add_bookkeeping(batch)
-    _check_rows(batch, batch.positions.isfinite().all(-1), "positions", "are not finite")
+    add_bookkeeping(batch)
     if "atomic_masses" not in batch:
         raise ValueError(f"dynamics needs atomic_masses; the batch has {', '.join(batch.keys())}")
-    masses: Tensor = batch.atomic_masses
-    _check_rows(batch, masses.isfinite() & (masses > 0), "atomic_masses", "must be finite and positive")
+    for reason in unusable_graphs(batch).values():
+        raise ValueError(reason)
     if "velocities" not in batch:
         if "momenta" in batch:
-            batch.velocities = batch.momenta / masses.unsqueeze(-1)
+            batch.velocities = batch.momenta / batch.atomic_masses.unsqueeze(-1)
         else:
             batch.velocities = torch.zeros_like(batch.positions)
     free = free_atom_mask(batch)
@@ -62,7 +69,18 @@ def complete_batch(batch: Batch, config: ModelConfig) -> None:
         batch.forces = torch.zeros_like(batch.positions)
 
 
-def _add_bookkeeping(batch: Batch) -> None:
+def release_atoms(batch: Batch, admitted: Tensor | None) -> None:
+    """Free what a hook of another engine has left frozen in the graphs admitted (bool ``[B]``; ``None``: all)."""
+    if FROZEN_ATOMS.name not in batch:
+        return
+    if admitted is None:
+        batch.remove_key(FROZEN_ATOMS.name)
+    else:
+        batch.frozen_atoms.masked_fill_(admitted[batch.batch_idx], False)
+
+
+def add_bookkeeping(batch: Batch) -> None:
+    """Add ``system_id``, ``system_step`` and ``status`` where absent; ``ValueError`` for an id that occurs twice."""
     graphs = torch.arange(batch.num_graphs, device=batch.device).unsqueeze(-1)
     if "system_id" not in batch:
         batch.system_id = graphs
@@ -75,12 +93,54 @@ def _add_bookkeeping(batch: Batch) -> None:
             batch.add_key(name, torch.zeros_like(graphs))
 
 
-def _check_rows(batch: Batch, good: Tensor, name: str, problem: str) -> None:
-    if bool(good.all()):
-        return
-    atom = int((~good).nonzero()[0, 0])
-    graph = int(batch.batch_idx[atom])
-    local = atom - int(batch.batch_ptr[graph])
-    raise ValueError(
-        f"{name} {problem}: atom {local} of {batch.describe_graph(graph)} has {batch[name][atom].tolist()}"
+def unusable_graphs(batch: Batch) -> dict[int, str]:
+    """Graphs that cannot be run, with the reason: positions or masses that make no sense. Failed ones are not asked."""
+    masses: Tensor = batch.atomic_masses
+    checks = (
+        ("positions", "are not finite", batch.positions.isfinite().all(-1)),
+        ("atomic_masses", "must be finite and positive", masses.isfinite() & (masses > 0)),
     )
+    failed = batch.status[:, 0] < 0
+    reasons: dict[int, str] = {}
+    for name, problem, good in checks:
+        if bool(good.all()):
+            continue
+        for atom in (~(good | failed[batch.batch_idx])).nonzero()[:, 0].tolist():
+            graph = int(batch.batch_idx[atom])
+            local = atom - int(batch.batch_ptr[graph])
+            value = batch[name][atom].tolist()
+            reasons.setdefault(
+                graph, f"{name} {problem}: atom {local} of {batch.describe_graph(graph)} has {value}"
+            )
+    return reasons
+
+
+def mark_entry(batch: Batch, entering: Tensor) -> None:
+    """Remember at which of its steps each graph marked (bool ``[B]``) enters a stage."""
+    if STAGE_ENTRY_STEP.name not in batch:
+        batch.stage_entry_step = batch.system_step.clone()
+    torch.where(entering[:, None], batch.system_step, batch.stage_entry_step, out=batch.stage_entry_step)
+
+
+def require_periodic_cells(batch: Batch, who: str) -> None:
+    """``ValueError`` naming the first graph whose cell is not periodic in three directions or has no volume.
+
+    Parameters
+    ----------
+    batch : Batch
+        The structures.
+    who : str
+        What needs the cells, for the message.
+    """
+    if "cell" not in batch or "pbc" not in batch:
+        raise ValueError(
+            f"{who} needs structures with a cell; {batch.describe_graph(0)} has none, nor has any other"
+        )
+    volume = torch.linalg.det(batch.cell.double())
+    bad = ~batch.pbc.all(-1) | ~(volume.abs() >= 1e-12)
+    if bool(bad.any()):
+        graph = int(bad.nonzero()[0, 0])
+        raise ValueError(
+            f"{who} needs cells periodic in three directions; {batch.describe_graph(graph)} has "
+            f"pbc {batch.pbc[graph].tolist()} and volume {abs(float(volume[graph])):g} Å³"
+        )

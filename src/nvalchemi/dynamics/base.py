@@ -1,21 +1,31 @@
 """The engine: it walks through the stages of a step and lets hooks act at them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from nvalchemi.data import Batch
-from nvalchemi.dynamics.admission import FAILED, complete_batch
+from nvalchemi.dynamics.active import ActiveGraphs, unchanged, version
+from nvalchemi.dynamics.admission import FAILED, complete_batch, mark_entry, release_atoms
 from nvalchemi.dynamics.convergence import ConvergenceHook, Criterion
 from nvalchemi.dynamics.evaluation import Cutter, PieceEvaluator, as_cutter, store_outputs
+from nvalchemi.dynamics.inflight import StructureFeed, check_parameters, refill
+from nvalchemi.dynamics.restart import RestartFile
 from nvalchemi.dynamics.session import ModelSession
+from nvalchemi.dynamics.sinks import DataSink, as_sinks, sinks_closed_after
 from nvalchemi.dynamics.stages import DynamicsStage
-from nvalchemi.dynamics.thermo import free_atom_mask, max_force
-from nvalchemi.hooks import DynamicsContext, Hook, HookRegistryMixin, NeighborListHook
+from nvalchemi.dynamics.state import Stateful, batch_from_state, engine_state, load_engine_state, resume
+from nvalchemi.dynamics.thermo import max_force
+from nvalchemi.hooks import DynamicsContext, Hook, NeighborListHook
 from nvalchemi.models.base import BaseModelMixin
+
+if TYPE_CHECKING:
+    from nvalchemi.dynamics.fused import FusedStage
+    from nvalchemi.dynamics.pipeline import DistributedPipeline
 
 __all__ = ["FAILED", "BaseDynamics", "ConvergenceHook", "Criterion", "DynamicsStage"]
 
@@ -25,7 +35,7 @@ DEFAULT_SKIN = 1.0
 """Å; skin of the neighbour list that an engine adds by itself when the model's config names none."""
 
 
-class BaseDynamics(HookRegistryMixin):
+class BaseDynamics(ActiveGraphs):
     """Advance the structures of a batch, all at once and each as if it were alone.
 
     Subclasses say how: :meth:`pre_update` acts before and :meth:`post_update` after the forces are
@@ -44,8 +54,12 @@ class BaseDynamics(HookRegistryMixin):
         all have converged.
     exit_status : int, default 1
         Graphs with 0 ≤ ``status`` < ``exit_status`` are active. Negative means failed.
-    sampler, sinks : optional
-        Reserved for in-flight batching; must be ``None``.
+    sampler : SizeAwareSampler, optional
+        Where structures come from when :meth:`run` is called without a batch
+        (:mod:`nvalchemi.dynamics.inflight`). ``n_steps`` is then the number of steps that each structure may
+        make.
+    sinks : DataSink or sequence of DataSink, optional
+        Where structures go that are done or failed; when one is full, the next is filled.
     auto_neighbors : bool, default True
         Add a :class:`NeighborListHook` (the last at ``BEFORE_COMPUTE``) when the model needs a list and
         none is registered, with the skin that the model's config names, else 1 Å.
@@ -62,7 +76,7 @@ class BaseDynamics(HookRegistryMixin):
     __needs_keys__: ClassVar[frozenset[str]] = frozenset({"energy", "forces"})
     __provides_keys__: ClassVar[frozenset[str]] = frozenset({"positions", "velocities"})
 
-    conserves_momentum: ClassVar[bool] = True
+    conserves_momentum: bool = True
     """Whether total momentum is conserved, which decides how degrees of freedom are counted (``dynamics.thermo``)."""
 
     _stage_type = DynamicsStage
@@ -75,41 +89,30 @@ class BaseDynamics(HookRegistryMixin):
         convergence_hook: ConvergenceHook | None = None,
         n_steps: int | None = None,
         exit_status: int = 1,
-        sampler: Any = None,
-        sinks: Any = None,
+        sampler: StructureFeed | None = None,
+        sinks: DataSink | Sequence[DataSink] | None = None,
         *,
         auto_neighbors: bool = True,
         max_edges_per_eval: int | Cutter | None = None,
     ) -> None:
-        if sampler is not None or sinks is not None:
-            raise ValueError(
-                "in-flight batching (sampler, sinks) is not available in this version: pass a batch to run()"
-            )
         if exit_status < 1:
             raise ValueError(f"exit_status must be ≥ 1, got {exit_status}")
         self.model = model
         self.n_steps = _checked_steps(n_steps)
-        self.exit_status = exit_status
+        super().__init__(exit_status, as_sinks(sinks), None if sampler is None else self.n_steps)
         self.auto_neighbors = auto_neighbors
-        self.step_count = 0
         self.global_rank = 0
         self.convergence_hook: ConvergenceHook | None = None
+        self.sampler: StructureFeed | None = sampler
         self._session = ModelSession(model, self.needed_outputs)
         self._cutter = as_cutter(max_edges_per_eval)
         self._evaluate_pieces = PieceEvaluator(self._cutter)
         self._auto_hook: NeighborListHook | None = None
 
         self._batch: Batch | None = None
-        self._num_active = 0
-        self.active_graph_mask: Tensor | None = None
-        """Graphs being advanced, bool ``[B]``; ``None`` while all are."""
-        self.active_atom_mask: Tensor | None = None
-        """Atoms that may move (free atoms of active graphs), bool ``[N, 1]``; ``None`` while all may."""
-        self._running = torch.empty(0, dtype=torch.bool)
-        self._status_seen: tuple[Tensor | None, int] = (None, -1)
-        self._status_settled: tuple[Tensor | None, int] = (None, -1)
         self._left_at: dict[str, tuple[Tensor | None, int]] = {}
-        self._masks: dict[str, Tensor] = {}
+        self._saved: Mapping[str, Any] | None = None
+        self._restart_file: RestartFile | None = None
 
         for hook in hooks or ():
             self.register_hook(hook)
@@ -165,7 +168,7 @@ class BaseDynamics(HookRegistryMixin):
         """
         with self._session:
             if batch is not self._batch:
-                self._admit(batch)
+                self._enter(batch)
             self._call_hooks(DynamicsStage.BEFORE_STEP, batch)
 
             self._call_hooks(DynamicsStage.BEFORE_PRE_UPDATE, batch)
@@ -215,51 +218,166 @@ class BaseDynamics(HookRegistryMixin):
 
     def _graduate(self, batch: Batch) -> None:
         """Announce and stop the graphs whose status has reached the exit status, whoever moved it."""
-        if _unchanged(batch.status, self._status_settled):
+        over = self._used_up(batch)
+        if over is not None:
+            batch.status.masked_fill_(
+                (over & (batch.status[:, 0] < self.exit_status))[:, None], self.exit_status
+            )
+        if self._is_settled(batch):
             return
         graduated = self._running & (batch.status[:, 0] >= self.exit_status)
         if bool(graduated.any()):
             self._call_hooks_with(DynamicsStage.ON_GRADUATE, batch, graduated_mask=graduated)
         self._refresh_active(batch)
+        self._deliver(batch)
 
     # ------------------------------------------------------------------ a run
-    def run(self, batch: Batch | None = None, n_steps: int | None = None) -> Batch:
+    def run(
+        self,
+        batch: Batch | None = None,
+        n_steps: int | None = None,
+        *,
+        restart: str | Path | None = None,
+        save_every: int = 1000,
+    ) -> Batch:
         """Run until the steps are used up or no graph is active.
 
         Parameters
         ----------
-        batch : Batch
-            Changed in place. Passing again the object of the last run goes on where that ended.
+        batch : Batch, optional
+            Changed in place. Passing again the object of the last run goes on where that ended. Without a batch,
+            structures come from the sampler: those that are done leave to the sinks and others take their room,
+            until every one has come out, or go on with what an earlier call left.
         n_steps : int, optional
-            Steps at most; default the engine's own ``n_steps``.
+            Steps at most; default the engine's own ``n_steps``, and no limit with structures from a sampler.
+        restart : str or Path, optional
+            File for the state of this run. Where it exists, this run goes on from it, to the bit as if it had
+            not been interrupted: the same program started again does what is left, so ``n_steps`` counts the
+            steps made before. One file serves all runs of one engine, and no other.
+        save_every : int, default 1000
+            Steps between saves of the state; it is also saved at the beginning and at the end of a run.
 
         Returns
         -------
         Batch
-            The same object.
+            The same object. Without ``batch``, the restored one, or what is left of the sampler's.
 
         Raises
         ------
         ValueError
             Before the first step: neither steps nor a convergence hook to end the run, a model that cannot
             give what is needed, a batch that cannot be run
-            (:func:`nvalchemi.dynamics.admission.complete_batch`).
+            (:func:`nvalchemi.dynamics.admission.complete_batch`), a restart file that is damaged or belongs
+            to another engine or other structures.
         """
+        file = self._open_restart_file(restart, save_every)
+        feed = self.sampler if batch is None else None
+        in_flight = feed is not None
+        if batch is None and not in_flight and self._saved is None:
+            raise ValueError("run() needs a batch, or an engine with a sampler")
+        if in_flight:
+            self._prepare_in_flight()
         if batch is None:
-            raise ValueError("run() needs a batch")
-        limit = _checked_steps(n_steps) if n_steps is not None else self.n_steps
-        if limit is None and self.convergence_hook is None:
+            batch = self._batch if self._saved is None else batch_from_state(self._saved["batch"])
+        limit = _checked_steps(n_steps) if n_steps is not None or in_flight else self.n_steps
+        if limit is None and not self.ends_by_itself:
             raise ValueError("run() needs n_steps or a convergence hook, or it would never end")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.global_rank = torch.distributed.get_rank()
-        with self._hooks_opened(), self._session:
-            self._enter(batch)
-            steps = 0
+        if file is not None and file.run_is_over and batch is not None:
+            # The program goes on in a later run, for which hooks stay as they were saved.
+            with self._session:
+                self._enter(batch)
+            return batch
+        with self._hooks_opened(), sinks_closed_after(self.sinks), self._session:
+            if batch is not None:
+                self._enter(batch)
+            if batch is None or (in_flight and self._num_active < batch.num_graphs):
+                batch = self._exchange(batch)
+            steps = 0 if file is None else file.steps_made(self)
             while self._num_active > 0 and (limit is None or steps < limit):
                 self.step(batch)
                 steps += 1
-            self._left_at = {name: _version(batch.get(name)) for name in _FORCES_DEPEND_ON}
+                if feed is not None and (
+                    self._num_active < batch.num_graphs or feed.has_room_to_fill(batch.num_graphs)
+                ):
+                    batch = self._exchange(batch)
+                if file is not None:
+                    file.step_made(self, steps)
+            if file is not None:
+                file.end_run(self, steps)
+            self._left_at = {name: version(batch.get(name)) for name in _FORCES_DEPEND_ON}
         return batch
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether every graph stops at some time, without a limit to the run."""
+        return self.convergence_hook is not None or self._steps_per_graph is not None
+
+    def _open_restart_file(self, path: str | Path | None, every: int) -> RestartFile | None:
+        if path is None:
+            return None
+        file = RestartFile(path, every)
+        if self._restart_file is None or self._restart_file.path != file.path:
+            self._restart_file = file
+        self._restart_file.every = every
+        self._restart_file.begin_run(self)
+        return self._restart_file
+
+    @property
+    def parts(self) -> "Sequence[BaseDynamics]":
+        """The engine itself; engines made of engines name those."""
+        return (self,)
+
+    # ------------------------------------------------------------------ state
+    @property
+    def restart_hooks(self) -> Sequence[Hook]:
+        """Hooks whose state is saved; engines made of engines add those of their parts."""
+        return self.hooks
+
+    @property
+    def restart_parts(self) -> Mapping[str, Stateful]:
+        """What else has a state that is saved, by name: a sampler's position, what sinks have taken."""
+        parts = {} if self.sampler is None else {"sampler": self.sampler}
+        return parts | {f"sink {i}": sink for i, sink in enumerate(self.sinks) if isinstance(sink, Stateful)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Snapshot of all that decides how the run goes on (:mod:`nvalchemi.dynamics.state`).
+
+        Numbers, words, tensors, and lists and dictionaries of them, which share no memory with the batch. To
+        be taken between two steps.
+        """
+        return engine_state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a snapshot of an engine of the same class, made with the same parameters and hooks.
+
+        The structures come with it: the next :meth:`run` or :meth:`step` puts them into the batch it is given,
+        which must be of the same atoms, and goes on. ``run()`` without a batch makes one.
+
+        Raises
+        ------
+        ValueError
+            The snapshot is of another class of engine.
+
+        Warns
+        -----
+        UserWarning
+            Parameters differ, which those of this engine win, or a hook with a saved state is missing.
+        """
+        load_engine_state(self, state)
+
+    def __add__(self, other: "BaseDynamics") -> "FusedStage":
+        """Fuse with an engine that follows, for each structure at its own pace: :class:`FusedStage`."""
+        from nvalchemi.dynamics.fused import FusedStage
+
+        return FusedStage([self, other])
+
+    def __or__(self, other: "BaseDynamics") -> "DistributedPipeline":
+        """Join with an engine that follows on the next process: :class:`DistributedPipeline`."""
+        from nvalchemi.dynamics.pipeline import DistributedPipeline
+
+        return DistributedPipeline([self, other])
 
     def __enter__(self) -> Self:
         self._opened = self._hooks_opened()
@@ -272,35 +390,105 @@ class BaseDynamics(HookRegistryMixin):
     # ------------------------------------------------------------------ admission
     def _enter(self, batch: Batch) -> None:
         """Admit a new batch; take up a known one where it was left, with fresh forces if somebody changed it."""
-        if batch is not self._batch:
+        if self._saved is not None:
+            resume(self, batch)
+        elif batch is not self._batch:
             self._admit(batch)
-            return
-        self._refresh_active(batch)
-        if not all(_unchanged(batch.get(name), seen) for name, seen in self._left_at.items()):
+        else:
+            self._refresh_active(batch)
+            self._undelivered = self._running
+        if not self._is_as_left(batch):
             self.prepare(batch, torch.zeros(batch.num_graphs, dtype=torch.bool, device=batch.device))
             self._prime(batch)
+        self._left_at = {}
 
-    def _admit(self, batch: Batch) -> None:
-        """Complete a new batch, show it to the hooks at ``ON_ADMISSION``, and compute its first forces."""
+    def _is_as_left(self, batch: Batch) -> bool:
+        """Whether nobody has touched, since the last run, what forces depend on."""
+        return all(unchanged(batch.get(name), seen) for name, seen in self._left_at.items())
+
+    def _exchange(self, batch: Batch | None) -> Batch:
+        """Leave out the graphs that have stopped and admit others in their room, as long as any stops or enters."""
+        if self.sampler is None:
+            raise ValueError("only an engine with a sampler can exchange graphs")
+        while True:
+            staying = None if batch is None else batch.index_select(self._running)
+            batch, admitted = refill(self, self.sampler, staying)
+            if batch.num_graphs == 0:
+                self._batch = batch
+                self._refresh_active(batch)
+                return batch
+            self._admit(batch, admitted)
+            if self._num_active == batch.num_graphs:
+                return batch
+
+    def feed_from(self, sampler: StructureFeed) -> None:
+        """Take structures from ``sampler`` when :meth:`run` is called without a batch."""
+        self.sampler = sampler
+        self._steps_per_graph = self.n_steps
+
+    def _prepare_in_flight(self) -> None:
+        """Refuse what cannot work with graphs that come and go, and see to it that failed ones are noticed."""
+        from nvalchemi.dynamics.hooks import NaNDetectorHook, SafetyHook
+
+        check_parameters(self.parts)
+        if not any(isinstance(hook, NaNDetectorHook | SafetyHook) for hook in self.restart_hooks):
+            self.register_hook(SafetyHook())
+
+    def _admit(self, batch: Batch, admitted: Tensor | None = None) -> None:
+        """Complete a batch, show new graphs to the hooks at ``ON_ADMISSION``, and compute their first forces.
+
+        Parameters
+        ----------
+        batch : Batch
+            A batch that the engine has not seen yet.
+        admitted : Tensor, bool [B], optional
+            Graphs that are new, where others are known and only their batch is another one; default all.
+        """
         self._session.check()
         complete_batch(batch, self.model.model_config)
+        release_atoms(batch, admitted)
         self._batch = None
         self._add_neighbor_hook()
         self._refresh_active(batch)
+        self._undelivered = self._running
         if self._num_active == 0:
             raise ValueError(
                 f"no graph of the batch is active: status must be 0 ≤ status < {self.exit_status} and is "
                 f"{batch.status[:, 0].unique().tolist()}; set batch.status to 0 to run structures that another "
                 "engine finished"
             )
-        everyone = torch.ones(batch.num_graphs, dtype=torch.bool, device=batch.device)
-        self._call_hooks_with(DynamicsStage.ON_ADMISSION, batch, admitted_mask=everyone)
-        self.prepare(batch, everyone)
-        self._prime(batch)
-        self._batch = batch
+        new = torch.ones_like(self._running) if admitted is None else admitted
+        self._mark_entry(batch, new)
+        if bool(new.any()):
+            self._call_hooks_with(DynamicsStage.ON_ADMISSION, batch, admitted_mask=new)
+        self.prepare(batch, new)
+        self._prime(batch, admitted)
+        self._batch, self._left_at = batch, {}
+        self._deliver(batch)
 
-    def _prime(self, batch: Batch) -> None:
-        """First forces, complete with what hooks that belong to the evaluation contribute."""
+    def _mark_entry(self, batch: Batch, admitted: Tensor) -> None:
+        """Remember where graphs begin to make the steps that each of them may make."""
+        if self._steps_per_graph is not None:
+            mark_entry(batch, admitted)
+
+    def _prime(self, batch: Batch, only: Tensor | None = None) -> None:
+        """First forces, complete with what hooks that belong to the evaluation contribute.
+
+        With ``only`` (bool ``[B]``), of these graphs; model and hooks see no others as active meanwhile.
+        """
+        if only is None:
+            self._evaluate_first(batch)
+            return
+        self._considered = only
+        self._refresh_active(batch)
+        try:
+            if self._num_active > 0:
+                self._evaluate_first(batch)
+        finally:
+            self._considered = None
+            self._refresh_active(batch)
+
+    def _evaluate_first(self, batch: Batch) -> None:
         self._call_evaluation_hooks(DynamicsStage.BEFORE_COMPUTE, batch)
         # A stress that is there already is a label or another engine's; it must not outlive the structure
         # it belongs to.
@@ -323,21 +511,6 @@ class BaseDynamics(HookRegistryMixin):
         skin = config.skin if "skin" in config.model_fields_set else DEFAULT_SKIN
         self._auto_hook = NeighborListHook(config, skin=skin)
         self.register_hook(self._auto_hook)
-
-    # ------------------------------------------------------------------ which graphs are active
-    def _refresh_active(self, batch: Batch) -> None:
-        """Derive the masks from ``batch.status``: the only place where the host waits for it."""
-        status: Tensor = batch.status[:, 0]
-        active = (status >= 0) & (status < self.exit_status)
-        self._num_active = int(active.sum())
-        self.active_graph_mask = None if self._num_active == batch.num_graphs else active
-        free = free_atom_mask(batch)
-        moving = None if self.active_graph_mask is None else active[batch.batch_idx]
-        if free is not None and not bool(free.all()):
-            moving = free if moving is None else moving & free
-        self.active_atom_mask = None if moving is None else moving.unsqueeze(-1)
-        self._running = active
-        self._status_seen = self._status_settled = _version(batch.status)
 
     # ------------------------------------------------------------------ hooks
     def register_hook(self, hook: Hook, stage: Enum | None = None) -> None:
@@ -382,39 +555,9 @@ class BaseDynamics(HookRegistryMixin):
             **self._masks,
         )
 
-    def _call_hooks_with(self, stage: DynamicsStage, batch: Batch, **masks: Tensor) -> None:
-        """Call the hooks of ``stage`` with a mask that exists only there."""
-        self._masks = masks
-        try:
-            self._call_hooks(stage, batch)
-        finally:
-            self._masks = {}
-
-    def _dispatch(self, hooks: Iterable[Hook], stage: Any, batch: Batch | None) -> None:
-        super()._dispatch(hooks, stage, batch)
-        # A status that a hook moved takes effect at once, so that a graph given up after compute is not
-        # updated any more.
-        if (
-            batch is not None
-            and self._status_seen[0] is not None
-            and not _unchanged(batch.status, self._status_seen)
-        ):
-            running, settled = self._running, self._status_settled
-            self._refresh_active(batch)
-            self._running, self._status_settled = running, settled
-
     def __repr__(self) -> str:
         model, hooks = type(self.model).__name__, self._hooks_summary()
         return f"{type(self).__name__}(model={model}, step {self.step_count}, hooks={hooks})"
-
-
-def _version(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    """Object and version: the same again as long as nobody replaced the tensor or wrote into it."""
-    return tensor, -1 if tensor is None else tensor._version
-
-
-def _unchanged(tensor: Tensor | None, seen: tuple[Tensor | None, int]) -> bool:
-    return tensor is seen[0] and (tensor is None or tensor._version == seen[1])
 
 
 def _checked_steps(n_steps: int | None) -> int | None:

@@ -175,6 +175,8 @@ class ConvergenceHook:
     @classmethod
     def from_stress(cls, threshold: float, *, pressure: float = 0.0, **options: Any) -> Self:
         """Largest component of the stress relative to an applied pressure, |σ + P·1| ≤ ``threshold``; both eV/Å³."""
+        if not threshold >= 0:
+            raise ValueError(f"threshold of criterion 'stress' must be ≥ 0, got {threshold}")
 
         def deviation(stress: Tensor) -> Tensor:
             eye = torch.eye(3, dtype=stress.dtype, device=stress.device)
@@ -189,7 +191,7 @@ class ConvergenceHook:
     def evaluate(
         self, batch: Batch, active: Tensor | None = None, fmax: Callable[[Batch], Tensor] = max_force
     ) -> Tensor:
-        """Graphs that are active, of the source status, and meet all criteria: bool ``[B]``.
+        """Graphs that are active, of the source and not yet of the target status, and meet all criteria: bool ``[B]``.
 
         Parameters
         ----------
@@ -207,6 +209,8 @@ class ConvergenceHook:
             mask = mask & active
         if self.source_status is not None:
             mask = mask & (batch.status[:, 0] == self.source_status)
+        if self.target_status is not None:
+            mask = mask & (batch.status[:, 0] != self.target_status)
         return mask
 
     def migrate(self, batch: Batch, converged: Tensor, exit_status: int) -> None:

@@ -9,7 +9,7 @@ class DynamicsStage(Enum):
     The whole loop, with every stage at its place::
 
         run(batch, n_steps):
-            ON_ADMISSION                  # once for graphs that enter
+            ON_ADMISSION                  # once for graphs that enter, also later from a sampler or another stage
             compute                       # first forces; hooks that are part of the evaluation act here too
             repeat until n_steps are made or no graph is active:
                 BEFORE_STEP
@@ -25,6 +25,10 @@ class DynamicsStage(Enum):
                 AFTER_STEP                # logs, snapshots
                 ON_CONVERGE               # when a graph newly meets the criteria
                 ON_GRADUATE               # when the status of a graph reached the exit status
+
+    With a sampler, graphs that are done leave then to the sinks and others take their room, through ``ON_ADMISSION``
+    and first forces of their own (:mod:`nvalchemi.dynamics.inflight`). In a fused stage ``ON_GRADUATE`` of the
+    engine left and ``ON_ADMISSION`` of the engine entered are here (:mod:`nvalchemi.dynamics.fused`).
 
     Values ascend in the order of a step; ``ON_ADMISSION`` is −1.
     """

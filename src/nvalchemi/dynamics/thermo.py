@@ -7,22 +7,31 @@ exchanges momentum with its bath, and all 3N count: pass ``momentum_conserved=Fa
 ``conserves_momentum`` is False. A single atom with its momentum removed has no degree of freedom and
 temperature 0.
 
-**Fixed atoms** are those of category :data:`nvalchemi.data.FIXED` in ``atom_categories``. They do not move,
-carry no kinetic energy, and count neither in the temperature nor in the largest force.
+**Fixed atoms** are those of category :data:`nvalchemi.data.FIXED` in ``atom_categories`` and those that a
+:class:`~nvalchemi.dynamics.hooks.FreezeAtomsHook` has marked in ``frozen_atoms``. They do not move, carry no
+kinetic energy, and count neither in the temperature nor in the largest force.
 """
 
 import torch
 
 from nvalchemi import units
-from nvalchemi.data import FIXED, Batch
+from nvalchemi.data import FIXED, Batch, Field, register_field
 from nvalchemi.dynamics.segments import max_per_graph, sum_per_graph
 from nvalchemi.typing import Bool, Float, Tensor
 
+FROZEN_ATOMS = register_field(
+    Field("frozen_atoms", "node", (), "bool", "", "held for this run by a hook", neutral=0, persistent=False)
+)
+
 
 def free_atom_mask(batch: Batch) -> Bool[Tensor, " N"] | None:
-    """Atoms that may move; ``None`` when the batch knows no categories, so that all may."""
+    """Atoms that may move; ``None`` when the batch has neither categories nor frozen atoms, so that all may."""
     categories: Tensor | None = batch.get("atom_categories")
-    return None if categories is None else categories != FIXED
+    frozen: Tensor | None = batch.get(FROZEN_ATOMS.name)
+    free = None if categories is None else categories != FIXED
+    if frozen is None:
+        return free
+    return ~frozen if free is None else free & ~frozen
 
 
 def kinetic_energy(batch: Batch) -> Float[Tensor, " B"]:

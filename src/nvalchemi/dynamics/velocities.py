@@ -72,8 +72,8 @@ def initialize_velocities(*args: Any, **kwargs: Any) -> None:
     Raises
     ------
     ValueError
-        A temperature that is negative or not finite, or not one number per graph; ``batch_idx`` that is not
-        ascending.
+        A temperature that is negative or not finite, or not one number per graph; a mass that is not finite and
+        positive; ``batch_idx`` that is negative or not ascending, or tensors for different numbers of atoms.
 
     Examples
     --------
@@ -99,8 +99,14 @@ def _initialize_tensors(
     remove_com: bool = True,
     rescale: bool = True,
 ) -> None:
-    if bool((batch_idx.diff() < 0).any()):
-        raise ValueError("batch_idx must be ascending")
+    atoms = velocities.shape[0]
+    if masses.numel() != atoms or batch_idx.numel() != atoms:
+        raise ValueError(
+            f"velocities of {atoms} atoms need as many masses and batch_idx, "
+            f"got {masses.numel()} and {batch_idx.numel()}"
+        )
+    if bool((batch_idx < 0).any()) or bool((batch_idx.diff() < 0).any()):
+        raise ValueError("batch_idx must be ascending and not negative")
     sizes: list[int] = torch.bincount(batch_idx.reshape(-1)).tolist()
     graphs = [
         AtomicData(
@@ -131,6 +137,14 @@ def _initialize_batch(
     ids = (
         batch.system_id[:, 0] if "system_id" in batch else torch.arange(batch.num_graphs, device=batch.device)
     )
+    usable = batch.atomic_masses.isfinite() & (batch.atomic_masses > 0)
+    if not bool(usable.all()):
+        atom = int((~usable).nonzero()[0, 0])
+        graph = int(batch.batch_idx[atom])
+        raise ValueError(
+            f"atomic_masses must be finite and positive: atom {atom - int(batch.batch_ptr[graph])} of "
+            f"{batch.describe_graph(graph)} has {float(batch.atomic_masses[atom])}"
+        )
     v = torch.empty(batch.num_nodes, 3, dtype=torch.float64, device=batch.device)
     standard_normals(
         ids, torch.zeros_like(ids), batch.batch_ptr, check_seed(random_seed), Stream.VELOCITIES, v

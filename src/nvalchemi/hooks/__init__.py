@@ -4,8 +4,10 @@ from nvalchemi.hooks.bias import BiasedPotentialHook
 from nvalchemi.hooks.context import DynamicsContext, HookContext, TrainContext, active_graphs
 from nvalchemi.hooks.neighbor_list import NeighborListHook
 from nvalchemi.hooks.order import HookOrderWarning
-from nvalchemi.hooks.protocols import CheckpointableHook, Hook
+from nvalchemi.hooks.profiler import TorchProfilerHook
+from nvalchemi.hooks.protocols import CheckpointableHook, Hook, ResumableHook
 from nvalchemi.hooks.registry import HookRegistryMixin
+from nvalchemi.hooks.timing import StageTimingHook
 from nvalchemi.hooks.wrap import WrapPeriodicHook
 
 __all__ = [
@@ -17,6 +19,9 @@ __all__ = [
     "HookOrderWarning",
     "HookRegistryMixin",
     "NeighborListHook",
+    "ResumableHook",
+    "StageTimingHook",
+    "TorchProfilerHook",
     "TrainContext",
     "WrapPeriodicHook",
     "active_graphs",

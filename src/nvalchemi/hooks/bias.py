@@ -1,13 +1,15 @@
 """An extra potential on top of the model's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nvalchemi.data import Batch
 from nvalchemi.hooks.context import HookContext, active_graphs
+from nvalchemi.hooks.protocols import CheckpointableHook
 
 BiasFunction = Callable[[Batch], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]]
 
@@ -22,7 +24,8 @@ class BiasedPotentialHook:
     bias_fn : callable
         ``bias_fn(batch)`` returns the bias energy ``[B, 1]`` (eV) and its forces ``[N, 3]`` (eV/Å), and,
         where the bias depends on the cell, its stress ``[B, 3, 3]`` (eV/Å³, (1/V) ∂E/∂ε). They must have
-        the dtype and device of the batch's own.
+        the dtype and device of the batch's own. One with ``state_dict`` and ``load_state_dict``, such as a
+        bias that grows during the run, is saved and restored by restarts.
     stage : Enum, optional
         Where to add; default ``AFTER_COMPUTE``.
     frequency : int, default 1
@@ -62,6 +65,15 @@ class BiasedPotentialHook:
         self.stage = stage
         self.frequency = frequency
         self.inplace = inplace
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the bias function, if it has one."""
+        return dict(self.bias_fn.state_dict()) if isinstance(self.bias_fn, CheckpointableHook) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the state of the bias function."""
+        if isinstance(self.bias_fn, CheckpointableHook):
+            self.bias_fn.load_state_dict(state)
 
     def __call__(self, ctx: HookContext, stage: Enum) -> None:
         """Evaluate the bias and add it."""

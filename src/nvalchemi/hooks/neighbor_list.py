@@ -1,6 +1,9 @@
 """Neighbour lists, rebuilt only when they may have become wrong."""
 
+import math
+from collections.abc import Mapping
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,9 +11,11 @@ from torch.autograd.graph import increment_version
 
 from nvalchemi.data import Batch, Field, register_field
 from nvalchemi.hooks.context import HookContext
+from nvalchemi.hooks.protocols import IsolatingWorkflow
 from nvalchemi.neighbors import (
     NeighborConfig,
     NeighborListFormat,
+    UnsearchableStructureError,
     compute_neighbors,
     max_displacement_exceeds,
 )
@@ -18,15 +23,18 @@ from nvalchemi.neighbors import (
 REFERENCE_POSITIONS = register_field(
     Field(
         "neighbor_reference_positions", "node", (3,), "float", "Å",
-        "positions for which the neighbour list was built", neutral=0, persistent=False,
+        "positions for which the neighbour list was built; NaN: for none", neutral=math.nan, persistent=False,
     )
 )  # fmt: skip
 REFERENCE_CELL = register_field(
     Field(
         "neighbor_reference_cell", "system", (3, 3), "float", "Å",
-        "cell for which the neighbour list was built", neutral=0, persistent=False,
+        "cell for which the neighbour list was built; NaN: for none", neutral=math.nan, persistent=False,
     )
 )  # fmt: skip
+
+MAX_MOVE = 1e4
+"""Å; an atom that moves further between two looks at the list, at most a few fs apart, is faster than light."""
 
 
 class NeighborListHook:
@@ -55,8 +63,14 @@ class NeighborListHook:
 
         2u ≤ skin − ‖A − 1‖ (cutoff + skin),
 
-    which for a fixed cell is the familiar u ≤ skin / 2. The list is rebuilt when this fails for any graph,
-    when graphs came, left or changed size, and when somebody else removed it.
+    which for a fixed cell is the familiar u ≤ skin / 2. The list is made again when this fails for any graph,
+    when graphs came, left or changed size or periodicity, and when somebody else removed it. Graphs for which
+    it holds are searched as they were at their own last build, so that the list of a graph, order included,
+    depends on its own path only and results are the same to the bit in any company.
+
+    Failed graphs (``status`` < 0) are left out: they have no pairs. A graph that cannot be searched, such as
+    one whose atoms flew off to infinity or move by more than ``MAX_MOVE`` at once, is retired where the
+    workflow can do that (:class:`nvalchemi.hooks.protocols.IsolatingWorkflow`), and is an error elsewhere.
 
     Attributes
     ----------
@@ -86,6 +100,9 @@ class NeighborListHook:
         self.num_builds = 0
         self._structure: tuple[object, ...] = ()
         self._cell: tuple[Tensor | None, int] = (None, -1)
+        self._status: tuple[Tensor | None, int] = (None, -1)
+        self._failed: Tensor | None = None
+        self._saved_config: dict[str, Any] | None = None
 
     @property
     def skin(self) -> float:
@@ -96,8 +113,16 @@ class NeighborListHook:
         """Rebuild the list if it may have become wrong."""
         if ctx.batch is None:
             raise ValueError(f"NeighborListHook needs a batch; stage {stage.name} has none")
-        if self.needs_rebuild(ctx.batch):
-            self.rebuild(ctx.batch)
+        if not self.needs_rebuild(ctx.batch):
+            return
+        while True:
+            try:
+                self.rebuild(ctx.batch)
+                return
+            except UnsearchableStructureError as error:
+                if not isinstance(ctx.workflow, IsolatingWorkflow):
+                    raise
+                ctx.workflow.retire(ctx.batch, {error.graph: str(error)})
 
     def needs_rebuild(self, batch: Batch) -> bool:
         """Whether the list in ``batch`` may miss a pair within the cutoff, or is not there."""
@@ -105,19 +130,43 @@ class NeighborListHook:
             return True
         cell: Tensor | None = batch.get("cell")
         if cell is self._cell[0] and (cell is None or cell._version == self._cell[1]):
-            return bool(
-                max_displacement_exceeds(batch.positions, batch.neighbor_reference_positions, self.skin / 2)
-            )
-        return self._deformed_too_far(batch)
+            positions, reference = batch.positions, batch.neighbor_reference_positions
+            failed = self._failed_graphs(batch)
+            if failed is not None:
+                positions = torch.where(failed[batch.batch_idx].unsqueeze(-1), reference, positions)
+            return bool(max_displacement_exceeds(positions, reference, self.skin / 2))
+        return bool(self._outdated(batch).any())
 
     def rebuild(self, batch: Batch) -> None:
-        """Search and remember for which positions and cell."""
+        """Search, and remember for which positions and cell."""
+        failed = self._failed_graphs(batch)
+        cell: Tensor | None = batch.get("cell")
+        outdated: Tensor | None = None
+        if (
+            self.skin > 0.0
+            and REFERENCE_POSITIONS.name in batch
+            and (cell is None or REFERENCE_CELL.name in batch)
+        ):
+            outdated = self._outdated(batch)
+            if self._owns_list(batch):
+                _check_moves(batch, outdated)
+            x = _where(outdated[batch.batch_idx], batch.positions, batch.neighbor_reference_positions)
+            h = None if cell is None else _where(outdated, cell, batch.neighbor_reference_cell)
+        else:
+            x, h = batch.positions, cell
+        searched_x, searched_h, pbc = x, h, None
+        if failed is not None:
+            searched_x, searched_h, pbc = self._without(failed, batch, x, h)
         compute_neighbors(
             batch,
             config=self.config,
             max_neighbors=self.max_neighbors,
             method=self.method,
             in_place=self._owns_list(batch),
+            positions=searched_x,
+            cell=searched_h,
+            pbc=pbc,
+            graphs=outdated if self._owns_list(batch) else None,
         )
         self.num_builds += 1
         if self.config.format is NeighborListFormat.MATRIX:
@@ -125,43 +174,101 @@ class NeighborListHook:
             # who keep something derived from the list and compare versions.
             increment_version(batch.neighbor_matrix)
             increment_version(batch.neighbor_matrix_shifts)
-        if self.skin == 0.0:
-            self._structure = self._structure_of(batch)
-            return
-        _copy_into(batch, REFERENCE_POSITIONS.name, batch.positions)
-        cell: Tensor | None = batch.get("cell")
-        if cell is not None:
-            _copy_into(batch, REFERENCE_CELL.name, cell)
-        self._cell = (cell, -1 if cell is None else cell._version)
+        if self.skin > 0.0:
+            _copy_into(batch, REFERENCE_POSITIONS.name, searched_x)
+            if cell is not None and h is not None:
+                _copy_into(batch, REFERENCE_CELL.name, h)
+            # Displacements alone decide only as long as every cell is the one that was searched.
+            same_cell = cell is None or h is None or torch.equal(h, cell)
+            self._cell = (cell, -1 if cell is None else cell._version) if same_cell else (None, -1)
         self._structure = self._structure_of(batch)
+
+    def _failed_graphs(self, batch: Batch) -> Tensor | None:
+        """Graphs that were given up, bool ``[B]``; ``None`` when there are none."""
+        status: Tensor | None = batch.get("status")
+        if status is not self._status[0] or (status is not None and status._version != self._status[1]):
+            failed = None if status is None else status[:, 0] < 0
+            self._failed = failed if failed is not None and bool(failed.any()) else None
+            self._status = (status, -1 if status is None else status._version)
+        return self._failed
+
+    def _without(
+        self, failed: Tensor, batch: Batch, positions: Tensor, cell: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Positions, cell and periodicity in which failed graphs are rows of atoms too far apart to be neighbours."""
+        atom = torch.arange(batch.num_nodes, device=batch.device) - batch.batch_ptr[batch.batch_idx]
+        apart = torch.zeros_like(positions)
+        apart[:, 0] = 2.0 * self.config.search_cutoff * atom
+        pbc: Tensor | None = batch.get("pbc")
+        return (
+            _where(failed[batch.batch_idx], apart, positions),
+            None if cell is None else _where(failed, torch.zeros_like(cell), cell),
+            None if pbc is None else pbc & ~failed.unsqueeze(-1),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """For what the list is; the list itself, and where the atoms were then, are fields of the batch."""
+        return {"config": self.config.model_dump(mode="json"), "num_builds": self.num_builds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state; :meth:`on_resume` follows."""
+        self._saved_config = dict(state["config"])
+        self.num_builds = state["num_builds"]
+        self._structure = ()
+
+    def on_resume(self, ctx: HookContext) -> None:
+        """Go on with the list that a restart brought back, if it was made for the same cutoff, skin and format."""
+        batch, saved, self._saved_config = ctx.batch, self._saved_config, None
+        if batch is None or saved != self.config.model_dump(mode="json"):
+            return
+        self._structure = self._structure_of(batch)
+        cell: Tensor | None = batch.get("cell")
+        reference: Tensor | None = batch.get(REFERENCE_CELL.name)
+        is_reference = cell is None or (reference is not None and torch.equal(cell, reference))
+        self._cell = (cell, -1 if cell is None else cell._version) if is_reference else (None, -1)
 
     def _owns_list(self, batch: Batch) -> bool:
         """Whether the list now in the batch is this hook's own work, so that its memory may be written again."""
         return _same_objects(self._structure, self._structure_of(batch))
 
     def _structure_of(self, batch: Batch) -> tuple[object, ...]:
-        """Objects that are replaced when graphs come, leave or change size, or when the list is replaced."""
+        """Objects that are replaced when graphs come, leave or change size or periodicity, or the list is replaced."""
         matrix = self.config.format is NeighborListFormat.MATRIX
         lists = batch.get("neighbor_matrix" if matrix else "neighbor_list")
         ids: Tensor | None = batch.get("system_id")
+        pbc: Tensor | None = batch.get("pbc")
         return (
             batch,
             batch.batch_ptr,
             lists,
             ids,
             -1 if ids is None else ids._version,
+            pbc,
+            -1 if pbc is None else pbc._version,
             batch.get(REFERENCE_POSITIONS.name),
         )
 
-    def _deformed_too_far(self, batch: Batch) -> bool:
+    def _outdated(self, batch: Batch) -> Tensor:
+        """Graphs whose list may miss a pair, or that have none: bool ``[B]``; decided for each graph as if alone."""
+        half = self.skin / 2
+        d = batch.positions - batch.neighbor_reference_positions
+        # The arithmetic of max_displacement_exceeds, so that both always agree. Not "greater than": NaN has moved.
+        squares = d[:, 0] * d[:, 0] + d[:, 1] * d[:, 1] + d[:, 2] * d[:, 2]
+        outdated = _any_per_graph(~(squares.double() <= half * half), batch)
+        cell: Tensor | None = batch.get("cell")
+        if cell is not None and not (cell is self._cell[0] and cell._version == self._cell[1]):
+            deformed = (cell != batch.neighbor_reference_cell).flatten(1).any(1)
+            outdated = torch.where(deformed, self._deformed_too_far(batch), outdated)
+        failed = self._failed_graphs(batch)
+        return outdated if failed is None else outdated & ~failed
+
+    def _deformed_too_far(self, batch: Batch) -> Tensor:
         cell, reference = batch.cell.double(), batch.neighbor_reference_cell.double()
         eye = torch.eye(3, dtype=cell.dtype, device=cell.device)
         # Graphs without a cell (all zeros) cannot be deformed; a singular cell whose vectors are only
         # partly given is left to the search.
         has_cell = reference.abs().amax((-2, -1)) > 0
         inverse, info = torch.linalg.inv_ex(torch.where(has_cell[:, None, None], reference, eye))
-        if bool((info != 0).any()):
-            return True
         deformation = torch.where(has_cell[:, None, None], inverse @ cell, eye)
         strain = (deformation - eye).norm(dim=(-2, -1))
         followed = (
@@ -169,7 +276,31 @@ class NeighborListHook:
         ).squeeze(-2)
         moved = (batch.positions.double() - followed).norm(dim=-1)
         allowed = self.skin - strain * self.config.search_cutoff
-        return bool((2 * moved > allowed[batch.batch_idx]).any() or (allowed < 0).any())
+        too_far = _any_per_graph(~(2 * moved <= allowed[batch.batch_idx]), batch)
+        return too_far | ~(allowed >= 0) | (info != 0)
+
+
+def _check_moves(batch: Batch, graphs: Tensor) -> None:
+    """Refuse a move from one step to the next that no motion can make."""
+    squares = (batch.positions - batch.neighbor_reference_positions).double().square().sum(1)
+    atoms = (squares > MAX_MOVE**2) & graphs[batch.batch_idx]
+    if bool(atoms.any()):
+        atom = int(atoms.nonzero()[0, 0])
+        graph = int(batch.batch_idx[atom])
+        raise UnsearchableStructureError(
+            f"atom {atom - int(batch.batch_ptr[graph])} of {batch.describe_graph(graph)} moved "
+            f"{float(squares[atom].sqrt()):g} Å at once",
+            graph,
+        )
+
+
+def _any_per_graph(atoms: Tensor, batch: Batch) -> Tensor:
+    """Graphs with a marked atom, bool ``[B]``."""
+    return torch.bincount(batch.batch_idx[atoms], minlength=batch.num_graphs) > 0
+
+
+def _where(rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(rows.view(-1, *[1] * (a.ndim - 1)), a, b)
 
 
 def _same_objects(a: tuple[object, ...], b: tuple[object, ...]) -> bool:

@@ -12,6 +12,7 @@ clamp     limits forces
 check     looks for values that are not finite
 record    writes what it sees to a log, a file or a screen
 wrap      moves atoms back into the cell
+align     turns structures
 neighbors builds the neighbour list
 ========= ==========================================================
 """
@@ -32,6 +33,7 @@ _CLASHES: dict[tuple[str, str], str] = {
     ("record", "bias"): "what is recorded lacks the bias",
     ("record", "clamp"): "what is recorded is not what the integrator uses",
     ("record", "wrap"): "positions are recorded before they are wrapped",
+    ("record", "align"): "structures are recorded before they are turned",
     ("neighbors", "wrap"): "atoms move after the neighbour list was built for them",
 }
 """(role of the earlier hook, role of the later hook) → what goes wrong."""

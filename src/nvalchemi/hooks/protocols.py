@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
+from nvalchemi.data import Batch
 from nvalchemi.hooks.context import HookContext
 
 
@@ -35,6 +36,7 @@ class Hook(Protocol):
     ``part_of_evaluation``           True for hooks that belong to the evaluation of forces, see below
     ``order_role``                   what the order check knows the hook as (``nvalchemi.hooks.order``)
     ``state_dict``, ``load_state_dict`` saved and restored by restarts (:class:`CheckpointableHook`)
+    ``on_resume(ctx)``               called when a restart has brought back the batch (:class:`ResumableHook`)
     ================================ =============================================================================
 
     The first forces of a structure are computed at its admission, before step 0. Hooks with
@@ -119,4 +121,22 @@ class CheckpointableHook(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state that :meth:`state_dict` gave."""
+        ...
+
+
+@runtime_checkable
+class ResumableHook(Protocol):
+    """A hook that is shown the batch which a restart brought back, after its own state. There is no admission then."""
+
+    def on_resume(self, ctx: HookContext) -> None:
+        """Take up the batch of ``ctx`` as one that is known."""
+        ...
+
+
+@runtime_checkable
+class IsolatingWorkflow(Protocol):
+    """A workflow that goes on without the structures that failed."""
+
+    def retire(self, batch: Batch, reasons: Mapping[int, str]) -> None:
+        """Give up graphs of the batch: number of the graph → why."""
         ...

@@ -216,7 +216,11 @@ class HookRegistryMixin:
 
     def _dispatch(self, hooks: Iterable[Hook], stage: Enum, batch: Batch | None) -> None:
         ctx = self._build_context(batch)
+        registered = self._hooks
         for hook in hooks:
+            # A hook that an earlier one removed is closed by now.
+            if self._hooks is not registered and not any(h is hook for h in self._hooks):
+                continue
             try:
                 hook(ctx, stage)
             except BaseException as error:

@@ -47,43 +47,75 @@ class WrapPeriodicHook:
             raise ValueError(f"WrapPeriodicHook needs a batch; stage {stage.name} has none")
         if "cell" not in batch or "pbc" not in batch:
             return
-        crossed = self._crossings(batch, active_graphs(ctx))
-        if not bool(crossed.any()):
+        axes: Tensor = batch.pbc
+        active = active_graphs(ctx)
+        if active is not None:
+            axes = axes & active[:, None]
+        move = _move_compiled if batch.positions.device.type == "cpu" else _move_portable
+        n, crossed, count = move(batch, self._inverse_cell(batch.cell), axes)
+        if count == 0:
             return
-        move = _per_atom(crossed, batch.cell, batch)
-        batch.positions.sub_(move)
-        if REFERENCE_POSITIONS.name in batch:
-            batch.neighbor_reference_positions.sub_(move)
         if "image_flags" in batch:
-            batch.image_flags.add_(crossed.to(batch.image_flags.dtype))
-        n = crossed.long()
+            batch.image_flags.add_(n.to(batch.image_flags.dtype))
         if "neighbor_list_shifts" in batch:
-            _shift_list(batch, n)
+            _shift_list(batch, n, crossed)
         if "neighbor_matrix_shifts" in batch:
-            _shift_matrix(batch, n)
+            _shift_matrix(batch, n, crossed)
 
-    def _crossings(self, batch: Batch, active: Tensor | None) -> Tensor:
-        """Whole lattice vectors that each atom is outside the cell, as floats [N, 3]."""
-        cell: Tensor = batch.cell
+    def _inverse_cell(self, cell: Tensor) -> Tensor:
         known, version, inverse = self._inverse
         if cell is not known or cell._version != version:
             # The pseudo-inverse of zero is zero: atoms without a cell never cross anything.
             inverse = torch.linalg.pinv(cell)
             self._inverse = (cell, cell._version, inverse)
-        wrapped_axes = batch.pbc if active is None else batch.pbc & active[:, None]
-        fractional = _per_atom(batch.positions, inverse, batch)
-        axes = wrapped_axes[0] if batch.num_graphs == 1 else wrapped_axes[batch.batch_idx]
-        return torch.where(axes, fractional.floor(), 0)
+        return inverse
 
 
-def _per_atom(rows: Tensor, matrices: Tensor, batch: Batch) -> Tensor:
-    """Row vectors [N, 3] times the matrix [B, 3, 3] of their graph."""
-    if batch.num_graphs == 1:
-        return rows @ matrices[0]
-    return (rows.unsqueeze(-2) @ matrices[batch.batch_idx]).squeeze(-2)
+def _move_compiled(batch: Batch, inverse: Tensor, axes: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Move the atoms; whole lattice vectors moved [N, 3], whether any [N], and how many atoms that is.
+
+    One kernel rather than ten small operations: few atoms cross, and the hook may run at every step.
+    """
+    from nvalchemi._kernels.wrap import wrap_atoms
+
+    positions = batch.positions
+    reference: Tensor | None = batch.get(REFERENCE_POSITIONS.name)
+    n = torch.zeros_like(positions, dtype=torch.int64)
+    crossed = torch.zeros_like(batch.batch_idx, dtype=torch.bool)
+    count: int = wrap_atoms(
+        positions.numpy(),
+        (positions[:0] if reference is None else reference).numpy(),
+        batch.cell.numpy(),
+        inverse.numpy(),
+        axes.numpy(),
+        batch.batch_idx.numpy(),
+        n.numpy(),
+        crossed.numpy(),
+    )
+    if count > 0:
+        # Compiled code wrote, which torch cannot see.
+        increment_version(positions)
+        if reference is not None:
+            increment_version(reference)
+    return n, crossed, count
 
 
-def _shift_list(batch: Batch, n: Tensor) -> None:
+def _move_portable(batch: Batch, inverse: Tensor, axes: Tensor) -> tuple[Tensor, Tensor, int]:
+    """What the compiled one does, in portable operations."""
+    graph = batch.batch_idx
+    scaled = (batch.positions.double().unsqueeze(-2) @ inverse.double()[graph]).squeeze(-2)
+    # Atoms of a structure that failed may be anywhere: they stay.
+    images = torch.where(axes[graph] & (scaled.abs() < 2.0**31), scaled.floor(), 0)
+    move = (images.unsqueeze(-2) @ batch.cell.double()[graph]).squeeze(-2).to(batch.dtype)
+    n = images.long()
+    crossed = (n != 0).any(1)
+    batch.positions.sub_(move)
+    if REFERENCE_POSITIONS.name in batch:
+        batch.neighbor_reference_positions.sub_(move)
+    return n, crossed, int(crossed.sum())
+
+
+def _shift_list(batch: Batch, n: Tensor, crossed: Tensor) -> None:
     i, j = batch.neighbor_list.unbind(1)
     shifts: Tensor = batch.neighbor_list_shifts
     if "shifts" in batch:
@@ -92,18 +124,18 @@ def _shift_list(batch: Batch, n: Tensor) -> None:
     if n.device.type == "cpu":
         from nvalchemi._kernels.wrap import shift_list
 
-        shift_list(n.numpy(), (n != 0).any(1).numpy(), batch.neighbor_list.numpy(), shifts.numpy())
+        shift_list(n.numpy(), crossed.numpy(), batch.neighbor_list.numpy(), shifts.numpy())
         increment_version(shifts)
     else:
         shifts.add_((n[j] - n[i]).to(shifts.dtype))
 
 
-def _shift_matrix(batch: Batch, n: Tensor) -> None:
+def _shift_matrix(batch: Batch, n: Tensor, crossed: Tensor) -> None:
     matrix, shifts = batch.neighbor_matrix, batch.neighbor_matrix_shifts
     if n.device.type == "cpu":
         from nvalchemi._kernels.wrap import shift_matrix
 
-        shift_matrix(n.numpy(), (n != 0).any(1).numpy(), matrix.numpy(), shifts.numpy())
+        shift_matrix(n.numpy(), crossed.numpy(), matrix.numpy(), shifts.numpy())
         # Compiled code wrote, which torch cannot see.
         increment_version(shifts)
     else:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvalchemi.models._optional import is_installed
+from nvalchemi._optional import is_installed
 from nvalchemi.models.base import BaseModelMixin
 
 _Options = dict[str, Any]

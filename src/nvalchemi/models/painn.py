@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from nvalchemi._optional import import_extra
 from nvalchemi.data import AtomicData, Batch
-from nvalchemi.models._optional import import_extra
 from nvalchemi.models.base import BaseModelMixin, ModelConfig, NeighborConfig
 from nvalchemi.models.derivatives import check_elements, edges_within_cutoff, sum_per_graph
 from nvalchemi.models.reference_energies import fit_reference_energies
@@ -181,7 +181,7 @@ class PaiNN(nn.Module, BaseModelMixin):
     def export_model(self, path: str | PathLike[str]) -> None:
         """Write weights and sizes to one safetensors file, which :meth:`from_checkpoint` reads; no code is pickled."""
         save_file = import_extra(
-            "safetensors.torch", extra="training", needed_by="PaiNN.export_model"
+            "safetensors.torch", extra="checkpoint", needed_by="PaiNN.export_model"
         ).save_file
         metadata = {"format": "nvalchemi.PaiNN", "architecture": json.dumps(self.architecture)}
         save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, path, metadata)
@@ -195,7 +195,9 @@ class PaiNN(nn.Module, BaseModelMixin):
         ValueError
             A safetensors file of something else.
         """
-        safe_open = import_extra("safetensors", extra="training", needed_by="PaiNN.from_checkpoint").safe_open
+        safe_open = import_extra(
+            "safetensors", extra="checkpoint", needed_by="PaiNN.from_checkpoint"
+        ).safe_open
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != "nvalchemi.PaiNN":
@@ -265,6 +267,7 @@ class _Update(nn.Module):
         self, scalars: Float[Tensor, "N F"], vectors: Float[Tensor, "N 3 F"]
     ) -> tuple[Float[Tensor, "N F"], Float[Tensor, "N 3 F"]]:
         u, v = self.mixing(vectors).chunk(2, dim=-1)
-        norm = (v.square().sum(1) + NORM_EPSILON).sqrt()
+        # Under autocast v may be float16, in which the epsilon is 0 and the derivative of the root infinite.
+        norm = (v.to(vectors.dtype).square().sum(1) + NORM_EPSILON).sqrt()
         a_ss, a_sv, a_vv = self.network(torch.cat((scalars, norm.to(scalars.dtype)), dim=-1)).chunk(3, dim=-1)
         return scalars + a_ss + a_sv * (u * v).sum(1), vectors + a_vv.unsqueeze(1) * u

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nvalchemi.data import Batch
-from nvalchemi.models._optional import import_extra
+from nvalchemi._optional import import_extra
 from nvalchemi.models.base import BaseModelMixin, ModelConfig, NeighborConfig
 from nvalchemi.models.derivatives import check_elements, edges_within_cutoff, sum_per_graph
 

@@ -5,6 +5,7 @@ is a row of three integers, zero along axes that are not periodic, and refers to
 not.
 """
 
+from nvalchemi.neighbors._failure import UnsearchableStructureError
 from nvalchemi.neighbors.config import NeighborConfig, NeighborListFormat
 from nvalchemi.neighbors.displacement import max_displacement_exceeds
 from nvalchemi.neighbors.search import compute_neighbors, neighbor_list, neighbor_matrix
@@ -12,6 +13,7 @@ from nvalchemi.neighbors.search import compute_neighbors, neighbor_list, neighbo
 __all__ = [
     "NeighborConfig",
     "NeighborListFormat",
+    "UnsearchableStructureError",
     "compute_neighbors",
     "max_displacement_exceeds",
     "neighbor_list",

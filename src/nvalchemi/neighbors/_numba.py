@@ -37,16 +37,23 @@ class CompiledSearch:
         )
 
     def matrix(
-        self, tables: tuple[Tensor, Tensor, Tensor] | None, min_width: int
+        self,
+        tables: tuple[Tensor, Tensor, Tensor] | None,
+        min_width: int,
+        graphs: Bool[Tensor, "B"] | None = None,
     ) -> tuple[Int[Tensor, "N K"], Int[Tensor, "N"], Int[Tensor, "N K 3"]]:
-        """Neighbours, number of neighbours, shifts (stored as [N, 3, K]): in ``tables`` where they are large enough."""
+        """Neighbours, number of neighbours, shifts (stored as [N, 3, K]): in ``tables`` where they are large enough.
+
+        With ``graphs`` only those are searched, and the rows of the others stay, unless wider tables are needed.
+        """
         from nvalchemi._kernels import neighbors as kernels
 
         if tables is not None:
             old, counts, old_shifts = tables[0].numpy(), tables[1].numpy(), tables[2].transpose(1, 2).numpy()
         else:
             old, counts, old_shifts = self._no_tables()
-        matrix, shifts = self._search(counts, old, old_shifts)
+        wanted = None if tables is None or graphs is None else graphs.numpy()
+        matrix, shifts = self._search(counts, old, old_shifts, wanted)
         width = matrix.shape[1]
         if tables is not None and width == old.shape[1] >= min_width and shifts.dtype == old_shifts.dtype:
             return tables
@@ -74,13 +81,21 @@ class CompiledSearch:
         n = self._structures[0].shape[0]
         return np.empty((n, 0), np.int32), np.empty(n, np.int32), np.empty((n, 3, 0), np.int8)
 
-    def _search(self, counts: _Array, matrix: _Array, shifts: _Array) -> tuple[_Array, _Array]:
+    def _search(
+        self, counts: _Array, matrix: _Array, shifts: _Array, wanted: _Array | None = None
+    ) -> tuple[_Array, _Array]:
         from nvalchemi._kernels import neighbors as kernels
 
-        status, graph, atom, matrix, shifts = kernels.search(*self._arguments, counts, matrix, shifts)
+        everything = np.ones(len(self._arguments[1]) - 1, np.bool_)
+        wanted = everything if wanted is None else wanted
+        status, graph, atom, matrix, shifts = kernels.search(*self._arguments, wanted, counts, matrix, shifts)
         if status == kernels.SHIFTS_TOO_LARGE:
-            wide = shifts.astype(np.int32)
-            status, graph, atom, matrix, shifts = kernels.search(*self._arguments, counts, matrix, wide)
+            shifts = shifts.astype(np.int32)
+            status, graph, atom, matrix, shifts = kernels.search(
+                *self._arguments, wanted, counts, matrix, shifts
+            )
+        if status == kernels.TOO_NARROW:
+            return self._search(counts, matrix, shifts)
         if status != kernels.OK:
             raise self._error(status, graph, atom)
         return matrix, shifts
@@ -90,8 +105,8 @@ class CompiledSearch:
 
         positions, batch_ptr, cell, pbc = self._structures
         if status == kernels.DEGENERATE:
-            return degenerate_cell(cell[graph], pbc[graph], self._describe(graph))
-        return bad_position(positions[int(batch_ptr[graph]) + atom], atom, self._describe(graph))
+            return degenerate_cell(cell[graph], pbc[graph], graph, self._describe)
+        return bad_position(positions[int(batch_ptr[graph]) + atom], atom, graph, self._describe)
 
 
 def _round_up(width: int) -> int:

@@ -102,14 +102,14 @@ def check_structures(
     degenerate = ~(heights >= _MIN_PLANE_DISTANCE).all(-1)
     if bool(degenerate.any()):
         g = int(degenerate.nonzero()[0])
-        raise degenerate_cell(cell[g], pbc[g], describe(g))
+        raise degenerate_cell(cell[g], pbc[g], g, describe)
     frac = torch.einsum("nd,ncd->nc", x, (normals / volume[:, None, None])[graph])
     wrap = torch.where(pbc[graph], frac.floor(), 0.0)
     bad = ~torch.isfinite(x).all(-1) | ~(wrap.abs() <= _LARGEST_SHIFT).all(-1)
     if bool(bad.any()):
         n = int(bad.nonzero()[0])
         g = int(graph[n])
-        raise bad_position(x[n], n - int(batch_ptr[g]), describe(g))
+        raise bad_position(x[n], n - int(batch_ptr[g]), g, describe)
     return Structures(x, graph, lattice, heights, frac - wrap, wrap)
 
 

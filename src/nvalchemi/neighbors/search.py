@@ -27,6 +27,10 @@ def compute_neighbors(
     half_list: bool = False,
     method: str | None = None,
     in_place: bool = False,
+    positions: Float[Tensor, "N 3"] | None = None,
+    cell: Float[Tensor, "B 3 3"] | None = None,
+    pbc: Bool[Tensor, "B 3"] | None = None,
+    graphs: Bool[Tensor, "B"] | None = None,
 ) -> None:
     """Write the neighbour list of every structure into a batch.
 
@@ -60,12 +64,18 @@ def compute_neighbors(
         kernels of nvalchemi-toolkit-ops (extra ``cuda``) where they are installed; torch operations elsewhere.
     in_place : bool, default False
         For repeated searches in ``"matrix"`` format: overwrite the tables of the batch where they are wide enough.
+    positions, cell, pbc : Tensor, optional
+        Search with these in place of the batch's own.
+    graphs : Tensor, bool [B], optional
+        With ``in_place``: the other graphs need no search, because nothing changed there. They may keep their rows.
 
     Raises
     ------
+    UnsearchableStructureError
+        A ``ValueError``: a degenerate periodic cell, a position that is not finite or too far away (naming the graph
+        and atom).
     ValueError
-        A degenerate periodic cell or a position that is not finite (naming the graph and atom), or a cutoff that is
-        not a positive number.
+        A cutoff that is not a positive number.
 
     Examples
     --------
@@ -87,14 +97,11 @@ def compute_neighbors(
         cutoff, format, half_list = config.search_cutoff, config.format, config.half_list  # noqa: A001
     if cutoff is None:
         raise ValueError("compute_neighbors needs a cutoff or a config")
-    positions, ptr = batch.positions, batch.batch_ptr
-    cell = batch.get("cell")
-    if cell is None:
-        cell = positions.new_zeros(batch.num_graphs, 3, 3)
-    pbc = batch.get("pbc")
-    if pbc is None:
-        pbc = torch.zeros(batch.num_graphs, 3, dtype=torch.bool, device=positions.device)
-    structures = (positions, ptr, cell, pbc, cutoff)
+    x: Tensor = batch.positions if positions is None else positions
+    h: Tensor = batch.get("cell", x.new_zeros(batch.num_graphs, 3, 3)) if cell is None else cell
+    nowhere = torch.zeros(batch.num_graphs, 3, dtype=torch.bool, device=x.device)
+    periodic: Tensor = batch.get("pbc", nowhere) if pbc is None else pbc
+    structures = (x, batch.batch_ptr, h, periodic, cutoff)
     if NeighborListFormat(format) is NeighborListFormat.COO:
         pairs, shifts, edge_ptr = neighbor_list(
             *structures, half_list=half_list, method=method, describe=batch.describe_graph
@@ -110,6 +117,7 @@ def compute_neighbors(
         method=method,
         max_neighbors=max_neighbors,
         out=old,
+        graphs=graphs,
         describe=batch.describe_graph,
     )
     for i, name in enumerate(("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")):
@@ -171,6 +179,7 @@ def neighbor_matrix(
     method: str | None = None,
     max_neighbors: int | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
+    graphs: Bool[Tensor, "B"] | None = None,
     describe: Describe = "graph {}".format,
 ) -> tuple[Int[Tensor, "N K"], Int[Tensor, "N"], Int[Tensor, "N K 3"]]:
     """Pairs within the cutoff as a padded table; :func:`compute_neighbors` for tensors.
@@ -184,6 +193,8 @@ def neighbor_matrix(
     out : tuple of three Tensors, optional
         Result of an earlier call for as many atoms, to be overwritten. Where a row does not fit, new and wider tables
         are returned, and the old ones hold nothing of use.
+    graphs : Tensor, bool [B], optional
+        Graphs to search; the rows that ``out`` has for the others are still right, and may be kept.
 
     Returns
     -------
@@ -198,7 +209,7 @@ def neighbor_matrix(
         from nvalchemi.neighbors._numba import CompiledSearch, reusable
 
         tables = out if out is not None and out[0].shape[0] == positions.shape[0] and reusable(*out) else None
-        return CompiledSearch(*structures).matrix(tables, max_neighbors or 0)
+        return CompiledSearch(*structures).matrix(tables, max_neighbors or 0, graphs)
     from nvalchemi.neighbors._torch import pack_matrix
 
     return pack_matrix(*_find_pairs(method)(*structures), max_neighbors or 0)

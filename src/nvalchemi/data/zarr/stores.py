@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nvalchemi._optional import import_extra
+
 
 class CorruptChunkError(ValueError):
     """A chunk of a store is missing, truncated or fails its checksum; the message names store, array and chunk."""
@@ -17,10 +19,7 @@ class CorruptChunkError(ValueError):
 
 def import_zarr() -> Any:
     """The ``zarr`` package; ``ImportError`` naming the extra where it is absent or too old."""
-    try:
-        import zarr
-    except ImportError as error:
-        raise ImportError("Zarr stores need the package zarr: pip install 'nvalchemi[zarr]'") from error
+    zarr = import_extra("zarr", extra="zarr", needed_by="a Zarr store")
     if int(zarr.__version__.split(".")[0]) < 3:
         raise ImportError(
             f"Zarr stores need zarr 3 or newer, found {zarr.__version__}: pip install 'nvalchemi[zarr]'"
@@ -145,9 +144,10 @@ def decode_info(text: bytes) -> dict[str, Any]:
     if not text:
         return {}
     if b'"__' in text:
-        from ase.io.jsonio import decode
+        from ase.io.jsonio import object_hook
 
-        info: Any = decode(text.decode(), always_array=False)
+        # Not ASE's decode, which makes integers of keys that look like one.
+        info: Any = json.loads(text, object_hook=object_hook)
     else:
         info = json.loads(text)
     if "constraints" in info:

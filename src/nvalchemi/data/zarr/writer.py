@@ -29,6 +29,7 @@ from nvalchemi.data.zarr.stores import (
 
 # Structures joined into one batch at a time when an iterable is written.
 _GROUP = 1024
+_PADDED = frozenset({"neighbor_matrix", "neighbor_matrix_shifts"})
 # A chunk of zeros must be there too, or a lost one could not be told from it. (Not kept in the store: said at each
 # opening.)
 _ARRAY_CONFIG = {"write_empty_chunks": True}
@@ -46,7 +47,7 @@ class AtomicDataZarrWriter:
         Append (and create), replace, or create and refuse to touch what exists.
     fields : sequence of str, optional
         Names of the fields to keep (``positions`` and ``atomic_numbers`` always are). Default: every field but padded
-        neighbour matrices and the working state of integrators.
+        neighbour matrices, which cannot be stored, and the working state of integrators.
     dtypes : mapping of str to dtype, optional
         Stored type by field, for example ``{"forces": "float32"}``. Default: the type of the first structure that has
         the field.
@@ -111,6 +112,11 @@ class AtomicDataZarrWriter:
         if chunk_bytes < 1 or chunks_per_shard < 1:
             raise ValueError(
                 f"chunk_bytes and chunks_per_shard must be at least 1, got {chunk_bytes} and {chunks_per_shard}"
+            )
+        if padded := sorted(_PADDED.intersection(fields or ())):
+            # Their width and the numbers in them belong to one batch.
+            raise ValueError(
+                f"{', '.join(padded)} cannot be stored; store neighbor_list, which is not padded"
             )
         self._fields = None if fields is None else {"positions", "atomic_numbers", *fields}
         self._dtypes = {name: _numpy_dtype(dtype) for name, dtype in (dtypes or {}).items()}

@@ -1,8 +1,9 @@
 """Watch the conservation of energy."""
 
 import warnings
+from collections.abc import Mapping
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -99,6 +100,14 @@ class EnergyDriftMonitorHook:
             bad &= dynamics.active_graph_mask
         if bool(bad.any()):
             self._report(batch, drift, bad, dynamics.step_count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which structures were warned of; the references are fields of the batch."""
+        return {"warned": sorted(self._warned)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state, so that a resumed run does not warn again."""
+        self._warned = set(state["warned"])
 
     def _drift(self, batch: Batch, energy: Tensor) -> Tensor:
         """Drift of each graph by the metric; graphs seen for the first time get their reference here."""

@@ -10,15 +10,17 @@ import threading
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, Self, TextIO, runtime_checkable
+from typing import Any, BinaryIO, Protocol, Self, TextIO, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from nvalchemi.data import Batch
-from nvalchemi.dynamics.base import BaseDynamics
-from nvalchemi.dynamics.hooks._context import dynamics_context
+from nvalchemi.dynamics.hooks._context import SimulationWorkflow, dynamics_context
+from nvalchemi.dynamics.hooks._tensorboard import TensorBoardWriter
+from nvalchemi.dynamics.restart import cut_back, position_to_resume
 from nvalchemi.dynamics.stages import DynamicsStage
+from nvalchemi.dynamics.state import Stateful
 from nvalchemi.dynamics.thermo import max_force, pressure, temperature, volume
 from nvalchemi.hooks import DynamicsContext, HookContext
 
@@ -36,28 +38,31 @@ class LoggingHook:
     The columns are ``step, time, graph_idx, system_id, status, energy, fmax``, then ``temperature`` if there
     are velocities, ``pressure, volume`` if there is a cell, and the custom scalars. Units: fs, eV, eV/Å, K,
     eV/Å³, Å³. A quantity that a structure does not have (the volume of a molecule, the time of a minimiser)
-    is left empty (``null`` in jsonl).
+    is left empty (``null`` in jsonl). Time, fmax and the degrees of freedom of the temperature are those of the
+    engine (``elapsed_time``, ``max_force``, ``conserves_momentum``); an engine of your own without these has no
+    time, the largest force as fmax, and the default rule of :mod:`nvalchemi.dynamics.thermo`.
 
     The scalars are computed where the batch is; a thread fetches and writes them and flushes the file after
     every record, so that a killed run loses at most the record being written. A further ``run``, and a
     restart, append: the header is not repeated, an unfinished last line is removed, and after
-    :meth:`load_state_dict` so are the rows of steps that will be done again.
+    :meth:`load_state_dict` so is all that was written since the state was saved, as it will be written again.
 
     Parameters
     ----------
-    backend : {"csv", "jsonl", "custom"}, default "csv"
-        Form of the log. ``"custom"`` hands the rows to ``writer_fn`` instead of a file.
+    backend : {"csv", "jsonl", "tensorboard", "custom"}, default "csv"
+        Form of the log. ``"tensorboard"`` writes scalars ``<quantity>/system_<system_id>`` to a folder and
+        needs the extra ``[tensorboard]``. ``"custom"`` hands the rows to ``writer_fn`` instead of a file.
     frequency : int, default 1
         Log every so many steps.
     log_path : str or Path, optional
-        The file; default ``dynamics.csv`` or ``dynamics.jsonl`` in the current directory. Missing folders are
-        made.
+        The file, or the folder for TensorBoard; default ``dynamics.csv`` (``.jsonl``, ``.tensorboard``) in the
+        current directory. Missing folders are made.
     custom_scalars : mapping of str to callable, optional
         Further columns: ``fn(ctx)`` gives one number per structure, ``[B]`` or ``[B, 1]``, or one number for
         all.
     writer_fn : callable, optional
         For ``backend="custom"``: called with the list of rows of one step, each a dictionary, in the writer's
-        thread.
+        thread. If it has ``state_dict`` and ``load_state_dict``, a restart brings its state back.
     stage : DynamicsStage, optional
         Where in the step to log; default ``AFTER_STEP``.
     append : bool, default True
@@ -92,8 +97,10 @@ class LoggingHook:
         *,
         append: bool = True,
     ) -> None:
-        if backend not in ("csv", "jsonl", "custom"):
-            raise ValueError(f"unknown backend {backend!r}; there are 'csv', 'jsonl' and 'custom'")
+        if backend not in ("csv", "jsonl", "tensorboard", "custom"):
+            raise ValueError(
+                f"unknown backend {backend!r}; there are 'csv', 'jsonl', 'tensorboard' and 'custom'"
+            )
         if (writer_fn is not None) != (backend == "custom"):
             raise ValueError("writer_fn and backend='custom' go together: give both or neither")
         self.backend = backend
@@ -102,10 +109,11 @@ class LoggingHook:
         self.log_path = Path(log_path if log_path is not None else f"dynamics.{backend}")
         self.custom_scalars = dict(custom_scalars or {})
         self._writer_fn = writer_fn
+        if backend == "tensorboard":
+            self._writer_fn = TensorBoardWriter(self.log_path, append=append)
         self._append = append
         self._writer: _WriterThread | None = None
-        self._last_step: int | None = None
-        self._restored = False
+        self._resume_at: int | None = None
 
     def __call__(self, ctx: HookContext, stage: Enum) -> None:
         """Record the active structures of ``ctx.batch``."""
@@ -115,7 +123,6 @@ class LoggingHook:
             self._writer = _WriterThread(self._open_backend(list(columns)))
         active = ctx.active_graph_mask
         self._writer.put(columns, None if active is None else active.clone())
-        self._last_step = ctx.step_count
 
     def __enter__(self) -> Self:
         return self
@@ -135,19 +142,27 @@ class LoggingHook:
             self._writer.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Last step logged, so that a restart does not log steps twice."""
-        return {"last_step": self._last_step}
+        """Where the log ends, once every record so far is on the disk."""
+        self.flush()
+        if isinstance(self._writer_fn, Stateful):
+            return {"writer_fn": dict(self._writer_fn.state_dict())}
+        if self._writer_fn is not None:
+            return {}
+        if self._resume_at is not None:
+            return {"position": self._resume_at}
+        return {"position": position_to_resume(self.log_path, keep=self._append)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a log: rows after the restored step are removed when the file is opened again."""
+        """Take up a log: what was written after the state was saved is removed before the next record."""
         self.close()
-        self._last_step = state["last_step"]
-        self._restored = self._append = True
+        if isinstance(self._writer_fn, Stateful) and "writer_fn" in state:
+            self._writer_fn.load_state_dict(state["writer_fn"])
+        self._append, self._resume_at = True, state.get("position")
 
     # ------------------------------------------------------------------ what is logged
     def _columns(self, ctx: DynamicsContext, batch: Batch) -> Columns:
         """New tensors ``[B]``, one per column, on the device of the batch."""
-        engine = ctx.workflow if isinstance(ctx.workflow, BaseDynamics) else None
+        engine = ctx.workflow if isinstance(ctx.workflow, SimulationWorkflow) else None
         none = torch.full((batch.num_graphs,), torch.nan, dtype=torch.float64, device=batch.device)
         columns: Columns = {
             "step": torch.full_like(batch.system_id[:, 0], ctx.step_count),
@@ -173,9 +188,10 @@ class LoggingHook:
             return _CustomBackend(self._writer_fn)
         if not self._append:
             self.log_path.unlink(missing_ok=True)
-        resume_after = self._last_step if self._restored else None
-        self._append, self._restored = True, False
-        return _BACKENDS[self.backend](self.log_path, names, resume_after)
+        if self._resume_at is not None:
+            cut_back(self.log_path, self._resume_at)
+        self._append, self._resume_at = True, None
+        return _BACKENDS[self.backend](self.log_path, names)
 
 
 def _per_graph(name: str, value: Tensor | float, num_graphs: int, device: torch.device) -> Tensor:
@@ -211,19 +227,15 @@ class _CustomBackend:
         self._writer_fn(rows)
 
     def close(self) -> None:
-        pass
+        if isinstance(self._writer_fn, TensorBoardWriter):
+            self._writer_fn.close()
 
 
 class _CsvBackend:
-    def __init__(self, path: Path, names: list[str], resume_after: int | None) -> None:
+    def __init__(self, path: Path, names: list[str]) -> None:
         header = io.StringIO()
         csv.writer(header).writerow(names)
-        first = header.getvalue()
-
-        def step_of(line: bytes) -> int:
-            return int(line.partition(b",")[0])
-
-        self.file = _open_for_append(path, first, step_of, resume_after)
+        self.file = _open_for_append(path, header.getvalue())
         self.writer = csv.writer(self.file)
 
     def write(self, rows: list[Row]) -> None:
@@ -235,13 +247,9 @@ class _CsvBackend:
 
 
 class _JsonlBackend:
-    def __init__(self, path: Path, names: list[str], resume_after: int | None) -> None:
+    def __init__(self, path: Path, names: list[str]) -> None:
         del names  # every line carries them
-
-        def step_of(line: bytes) -> int:
-            return int(json.loads(line)["step"])
-
-        self.file = _open_for_append(path, "", step_of, resume_after)
+        self.file = _open_for_append(path, "")
 
     def write(self, rows: list[Row]) -> None:
         finite = (
@@ -261,35 +269,38 @@ class _JsonlBackend:
 _BACKENDS = {"csv": _CsvBackend, "jsonl": _JsonlBackend}
 
 
-def _open_for_append(
-    path: Path, header: str, step_of: Callable[[bytes], int], resume_after: int | None
-) -> TextIO:
-    """Open a log of one line per row where it ends, writing the header if it is new.
-
-    An incomplete last line is cut off, and so are rows behind step ``resume_after``.
-    """
+def _open_for_append(path: Path, header: str) -> TextIO:
+    """Open a log of one line per row where its last complete line ends, writing the header if it is new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    keep = offset = 0
+    end = 0
     if path.exists():
-        with path.open("rb") as file:
-            first = file.readline() if header else b""
+        with path.open("rb") as log:
+            first = log.readline() if header else b""
             if first.endswith(b"\n") and first != header.encode():
                 raise ValueError(
                     f"log {path} has the columns {first.decode().strip()}, this run writes {header.strip()}: "
                     f"give another log_path or remove the file"
                 )
-            if first.endswith(b"\n"):
-                keep = offset = len(first)
-            for line in file:
-                offset += len(line)
-                if line.endswith(b"\n") and (resume_after is None or step_of(line) <= resume_after):
-                    keep = offset
+            end = _end_of_last_line(log)
     file = path.open("a", encoding="utf-8", newline="")
-    file.truncate(keep)
-    if keep == 0:
+    file.truncate(end)
+    if end == 0:
         file.write(header)
         file.flush()
     return file
+
+
+def _end_of_last_line(file: BinaryIO, block: int = 1 << 16) -> int:
+    """Length of a file without a last line that is not complete, found from the end."""
+    size = file.seek(0, io.SEEK_END)
+    while size > 0:
+        start = max(0, size - block)
+        file.seek(start)
+        found = file.read(size - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        size = start
+    return 0
 
 
 class _WriterThread:

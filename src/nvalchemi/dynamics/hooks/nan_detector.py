@@ -3,9 +3,9 @@
 import logging
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -13,7 +13,8 @@ from nvalchemi.data import Batch
 from nvalchemi.dynamics.base import FAILED
 from nvalchemi.dynamics.hooks._context import dynamics_context
 from nvalchemi.dynamics.segments import max_per_graph
-from nvalchemi.hooks import HookContext
+from nvalchemi.hooks import DynamicsContext, HookContext
+from nvalchemi.hooks.protocols import IsolatingWorkflow
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,18 @@ class NaNDetectorHook:
             # One sum finds NaN and infinity; where it overflows without them the close look below finds
             # nothing.
             if not math.isfinite(float(values.detach().sum())):
-                self._look_closely(batch, key, values, dynamics.active_graph_mask, dynamics.step_count)
+                self._look_closely(batch, key, values, dynamics)
 
-    def _look_closely(self, batch: Batch, key: str, values: Tensor, active: Tensor | None, step: int) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Which structures were warned of."""
+        return {"warned": sorted(self._warned)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state, so that a resumed run does not warn again."""
+        self._warned = set(state["warned"])
+
+    def _look_closely(self, batch: Batch, key: str, values: Tensor, ctx: DynamicsContext) -> None:
+        active, step, workflow = ctx.active_graph_mask, ctx.step_count, ctx.workflow
         rows = ~values.reshape(values.shape[0], -1).isfinite().all(1)
         bad = rows if batch.level(key) == "system" else max_per_graph(rows.double(), batch.batch_ptr) > 0
         if active is not None:
@@ -89,5 +99,9 @@ class NaNDetectorHook:
                 self._warned.update(ids)
                 warnings.warn(message, UserWarning, stacklevel=2)
             return
-        batch.status.masked_fill_(bad.unsqueeze(-1), FAILED)
-        logger.warning("%s; given up", message)
+        reasons = dict.fromkeys(graphs, f"step {step}: {key} is not finite")
+        if isinstance(workflow, IsolatingWorkflow):
+            workflow.retire(batch, reasons)
+        else:
+            batch.status.masked_fill_(bad.unsqueeze(-1), FAILED)
+            logger.warning("%s; given up", message)

@@ -1,8 +1,9 @@
 """Snapshots of a run."""
 
+from collections.abc import Mapping
 from enum import Enum
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from nvalchemi.data import Batch
 from nvalchemi.dynamics.hooks._context import dynamics_context
 from nvalchemi.dynamics.sinks import SnapshotSink
 from nvalchemi.dynamics.stages import DynamicsStage
+from nvalchemi.dynamics.state import Stateful
 from nvalchemi.hooks import HookContext
 
 
@@ -20,6 +22,9 @@ class SnapshotHook:
     When the run ends, each structure whose last state is not in the sink yet is written once more: a
     trajectory ends with the state that a structure was left in, whether it converged between two snapshots or
     ran out of steps.
+
+    After a restart the frames that were written since the state was saved are written again: a sink with
+    ``state_dict`` and ``load_state_dict``, as those of this package, removes them first.
 
     Parameters
     ----------
@@ -50,6 +55,24 @@ class SnapshotHook:
         if active is not None and self._written is not None and self._batch is batch:
             now = torch.where(active[:, None], now, self._written)
         self._batch, self._written = batch, now
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which state of each structure was written last, and the state of the sink if it has one."""
+        return {
+            "written": None if self._written is None else self._written.clone(),
+            "sink": dict(self.sink.state_dict()) if isinstance(self.sink, Stateful) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state; :meth:`on_resume` follows."""
+        self._batch, self._written = None, state["written"]
+        if isinstance(self.sink, Stateful) and state["sink"] is not None:
+            self.sink.load_state_dict(state["sink"])
+
+    def on_resume(self, ctx: HookContext) -> None:
+        """Know the batch that a restart brought back as the one that was written."""
+        if self._written is not None and ctx.batch is not None:
+            self._batch, self._written = ctx.batch, self._written.to(ctx.batch.device)
 
     def __enter__(self) -> Self:
         return self

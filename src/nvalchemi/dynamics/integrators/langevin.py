@@ -10,7 +10,7 @@ from nvalchemi import units
 from nvalchemi.data import Batch
 from nvalchemi.dynamics.base import ConvergenceHook
 from nvalchemi.dynamics.integrators.nve import NVE
-from nvalchemi.dynamics.parameters import GraphParameter
+from nvalchemi.dynamics.parameters import GraphParameter, Schedule
 from nvalchemi.dynamics.random import Stream, check_seed, standard_normals
 from nvalchemi.dynamics.updates import add_product, assign
 from nvalchemi.hooks import Hook
@@ -41,8 +41,8 @@ class NVTLangevin(NVE):
         Gives energy and forces.
     dt : float or Tensor [B]
         Time step, fs; > 0.
-    temperature : float or Tensor [B]
-        K; ≥ 0.
+    temperature : float or Tensor [B] or Schedule
+        K; ≥ 0. A function of the steps each graph has made (int64 ``[B]``) ramps it.
     friction : float or Tensor [B]
         γ, 1/fs; ≥ 0 (0 gives constant energy).
     random_seed : int, default 42
@@ -62,7 +62,7 @@ class NVTLangevin(NVE):
         self,
         model: BaseModelMixin,
         dt: float | Tensor,
-        temperature: float | Tensor,
+        temperature: float | Tensor | Schedule,
         friction: float | Tensor,
         random_seed: int = 42,
         n_steps: int | None = None,
@@ -81,20 +81,30 @@ class NVTLangevin(NVE):
         super().prepare(batch, admitted)
         self._dt.mul_(0.5)
         exponent = self.friction.per_atom(batch) * self.dt.per_atom(batch)
-        thermal = units.kB * self.temperature.per_atom(batch) / batch.atomic_masses.double().unsqueeze(-1)
         like = batch.positions
         self._keep = torch.exp(-exponent).to(like.dtype).expand_as(like).contiguous()
+        self._noise = torch.empty_like(like, dtype=torch.float64)
+        self._set_noise_scale(batch)
+
+    def _set_noise_scale(self, batch: Batch) -> None:
+        exponent = self.friction.per_atom(batch) * self.dt.per_atom(batch)
+        thermal = units.kB * self.temperature.per_atom(batch) / batch.atomic_masses.double().unsqueeze(-1)
         # 1 − c² without cancellation at small friction.
         scale = (-torch.expm1(-2 * exponent) * thermal).sqrt()
-        self._noise_scale = scale.to(like.dtype).expand_as(like).contiguous()
-        self._noise = torch.empty_like(like, dtype=torch.float64)
+        self._noise_scale = scale.to(batch.dtype).expand_as(batch.positions).contiguous()
 
     def pre_update(self, batch: Batch) -> None:
         """B, A, O, A."""
+        if self.temperature.is_schedule:
+            self._set_noise_scale(batch)
         self.kick(batch)
         self.drift(batch)
         self.ornstein_uhlenbeck(batch)
         self.drift(batch)
+
+    def conserved_quantity(self, batch: Batch) -> Tensor:
+        """NaN: the bath exchanges heat, and nothing is conserved."""
+        return torch.full((batch.num_graphs,), torch.nan, dtype=torch.float64, device=batch.device)
 
     def ornstein_uhlenbeck(self, batch: Batch) -> None:
         """Friction and noise over a whole step."""
@@ -105,8 +115,7 @@ class NVTLangevin(NVE):
             batch.velocities.mul_(self._keep)
             add_product(batch.velocities, noise, self._noise_scale, None)
         else:
-            assign(
-                batch.velocities,
-                self._keep * batch.velocities + noise * self._noise_scale,
-                self.active_atom_mask,
-            )
+            # The same operations as above, so that a structure's path does not depend on who else has stopped.
+            kept = self._keep * batch.velocities
+            kicked = torch.addcmul(kept, noise, self._noise_scale)
+            assign(batch.velocities, kicked, self.active_atom_mask)

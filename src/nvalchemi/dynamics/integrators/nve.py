@@ -10,6 +10,7 @@ from nvalchemi import units
 from nvalchemi.data import Batch
 from nvalchemi.dynamics.base import BaseDynamics, ConvergenceHook
 from nvalchemi.dynamics.parameters import GraphParameter
+from nvalchemi.dynamics.thermo import kinetic_energy
 from nvalchemi.dynamics.updates import add_product
 from nvalchemi.hooks import Hook
 from nvalchemi.models.base import BaseModelMixin
@@ -80,3 +81,7 @@ class NVE(BaseDynamics):
     def elapsed_time(self, batch: Batch) -> Tensor:
         """Steps made times the time step, fs, ``[B]``."""
         return batch.system_step[:, 0] * self.dt.per_graph(batch)
+
+    def conserved_quantity(self, batch: Batch) -> Tensor:
+        """What the equations of motion conserve, eV, float64 ``[B]``: here kinetic plus potential energy."""
+        return kinetic_energy(batch) + batch.energy[:, 0].double()

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data import Batch, Field, register_field
-from nvalchemi.dynamics.optimizers.coordinates import Vector, forces_on_free_atoms
+from nvalchemi.dynamics.admission import require_periodic_cells
+from nvalchemi.dynamics.optimizers.coordinates import Vector, forces_on_free_atoms, on_free_atoms
 
 REFERENCE_CELL = register_field(
     Field(
@@ -62,7 +63,7 @@ class CellCoordinates:
     constant_volume : bool, default False
         Let only the shape change, not the volume.
     mask : sequence of 6, or of 3 × 3, optional
-        Components of the strain that relax (1) or not (0); six in the order xx, yy, zz, yz, xz, xy.
+        Components of the strain L that relax (1) or not (0); six in the order xx, yy, zz, yz, xz, xy.
 
     Raises
     ------
@@ -93,21 +94,12 @@ class CellCoordinates:
 
     def prepare(self, batch: Batch, admitted: Tensor) -> None:
         """Take the present cell as the reference of graphs that entered, or whose cell was changed from outside."""
-        if "cell" not in batch or "pbc" not in batch:
-            raise ValueError("a variable cell needs structures with a cell; the batch has none")
-        volume = torch.linalg.det(batch.cell.double())
-        bad = ~batch.pbc.all(-1) | (volume.abs() < 1e-12)
-        if bool(bad.any()):
-            graph = int(bad.nonzero()[0, 0])
-            raise ValueError(
-                f"a variable cell needs cells periodic in three directions; {batch.describe_graph(graph)} has "
-                f"pbc {batch.pbc[graph].tolist()} and volume {abs(float(volume[graph])):g} Å³"
-            )
+        require_periodic_cells(batch, "a variable cell")
         if REFERENCE_CELL.name not in batch or LOG_DEFORMATION.name not in batch:
             batch.reference_cell = batch.cell.clone()
             batch.log_deformation = torch.zeros_like(batch.cell)
             return
-        expected = batch.reference_cell @ torch.matrix_exp(batch.log_deformation).transpose(-1, -2)
+        expected = batch.reference_cell @ _exponential(batch.log_deformation).transpose(-1, -2)
         moved = (expected - batch.cell).abs().amax((-2, -1)) > 1e-5 * batch.cell.abs().amax((-2, -1))
         anew = (admitted | moved)[:, None, None]
         torch.where(anew, batch.cell, batch.reference_cell, out=batch.reference_cell)
@@ -115,30 +107,32 @@ class CellCoordinates:
 
     def forces(self, batch: Batch) -> Vector:
         """Generalised forces: f F on the atoms, D / n on the cell."""
-        deformation = torch.matrix_exp(batch.log_deformation)
+        deformation = _exponential(batch.log_deformation)
         atoms = (forces_on_free_atoms(batch).unsqueeze(-2) @ deformation[batch.batch_idx]).squeeze(-2)
         eye = torch.eye(3, dtype=batch.dtype, device=batch.device)
         stress = 0.5 * (batch.stress + batch.stress.transpose(-1, -2)) + self.pressure * eye
         virial = -torch.linalg.det(batch.cell).abs()[:, None, None] * stress
         if self.hydrostatic:
             virial = _trace(virial) / 3 * eye
-        if self.mask is not None:
-            virial = virial * self.mask.to(virial)
-        inverse = torch.matrix_exp(-batch.log_deformation)
+        inverse = _exponential(-batch.log_deformation)
         force = _frechet(batch.log_deformation.transpose(-1, -2), virial @ inverse.transpose(-1, -2))
+        if self.mask is not None:
+            # On L itself, not on the virial: components that are held stay zero and do not depend on the path.
+            force = force * self.mask.to(force)
         if self.constant_volume:
             force = force - _trace(force) / 3 * eye
-        return Vector(atoms, force / batch.num_nodes_per_graph[:, None, None])
+        return Vector(atoms, force / _balance(batch))
 
     def displace(self, batch: Batch, step: Vector, active: Tensor | None) -> None:
         """Move z and n L by the step; then cell and positions from them."""
         if step.cell is None:
             raise ValueError("a step of CellCoordinates needs a cell part")
         graph = batch.batch_idx
-        log = batch.log_deformation + step.cell / batch.num_nodes_per_graph[:, None, None]
-        inverse = torch.matrix_exp(-batch.log_deformation).transpose(-1, -2)
-        new = torch.matrix_exp(log).transpose(-1, -2)
-        z = (batch.positions.unsqueeze(-2) @ inverse[graph]).squeeze(-2) + step.atoms
+        log = batch.log_deformation + step.cell / _balance(batch)
+        inverse = _exponential(-batch.log_deformation).transpose(-1, -2)
+        new = _exponential(log).transpose(-1, -2)
+        z = (batch.positions.unsqueeze(-2) @ inverse[graph]).squeeze(-2)
+        z = z + on_free_atoms(batch, step.atoms)
         positions = (z.unsqueeze(-2) @ new[graph]).squeeze(-2)
         changes = (
             (batch.log_deformation, log),
@@ -153,9 +147,20 @@ class CellCoordinates:
                 torch.where(rows, value, target, out=target)
 
 
+def _balance(batch: Batch) -> Tensor:
+    """The factor n between L and the coordinates of the cell, [B, 1, 1]; 1 where there are no atoms."""
+    return batch.num_nodes_per_graph.clamp(min=1)[:, None, None]
+
+
 def _trace(matrices: Tensor) -> Tensor:
     """Traces, [B, 1, 1]."""
     return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+
+
+def _exponential(matrices: Tensor) -> Tensor:
+    """Matrix exponentials, [B, n, n], to the bit the same for every B: torch rounds one matrix differently."""
+    one_more = torch.cat([matrices, torch.zeros_like(matrices[:1])])
+    return torch.matrix_exp(one_more)[:-1]
 
 
 def _frechet(a: Tensor, direction: Tensor) -> Tensor:
@@ -164,7 +169,7 @@ def _frechet(a: Tensor, direction: Tensor) -> Tensor:
     block[:, :3, :3] = a
     block[:, 3:, 3:] = a
     block[:, :3, 3:] = direction
-    return torch.matrix_exp(block)[:, :3, 3:]
+    return _exponential(block)[:, :3, 3:]
 
 
 def _full_mask(mask: Sequence[float] | Sequence[Sequence[float]] | Tensor) -> Tensor:

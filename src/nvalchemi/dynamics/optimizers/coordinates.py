@@ -82,14 +82,20 @@ class AtomCoordinates:
 
     def displace(self, batch: Batch, step: Vector, active: Tensor | None) -> None:
         """Move the atoms."""
+        move = on_free_atoms(batch, step.atoms)
         if active is None:
-            batch.positions.add_(step.atoms)
+            batch.positions.add_(move)
         else:
             rows = active[batch.batch_idx].unsqueeze(-1)
-            torch.where(rows, batch.positions + step.atoms, batch.positions, out=batch.positions)
+            torch.where(rows, batch.positions + move, batch.positions, out=batch.positions)
+
+
+def on_free_atoms(batch: Batch, rows: Tensor) -> Tensor:
+    """``rows`` [N, 3] with zeros on fixed atoms, whatever a minimiser remembers of them from when they were free."""
+    free = free_atom_mask(batch)
+    return rows if free is None else torch.where(free.unsqueeze(-1), rows, 0.0)
 
 
 def forces_on_free_atoms(batch: Batch) -> Tensor:
     """``batch.forces`` with zeros on fixed atoms."""
-    free = free_atom_mask(batch)
-    return batch.forces if free is None else torch.where(free.unsqueeze(-1), batch.forces, 0.0)
+    return on_free_atoms(batch, batch.forces)

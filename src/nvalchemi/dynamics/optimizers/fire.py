@@ -9,11 +9,11 @@ from torch import Tensor
 
 from nvalchemi import units
 from nvalchemi.data import Batch, Field, register_field
-from nvalchemi.dynamics.base import BaseDynamics, ConvergenceHook
+from nvalchemi.dynamics.base import ConvergenceHook
 from nvalchemi.dynamics.optimizers.cell import CellCoordinates
-from nvalchemi.dynamics.optimizers.coordinates import AtomCoordinates, Coordinates, Vector
+from nvalchemi.dynamics.optimizers.coordinates import Coordinates, Vector
+from nvalchemi.dynamics.optimizers.minimiser import Minimiser
 from nvalchemi.dynamics.parameters import GraphParameter
-from nvalchemi.dynamics.updates import assign
 from nvalchemi.hooks import Hook
 from nvalchemi.models.base import BaseModelMixin
 
@@ -32,7 +32,7 @@ for _row in (
     register_field(replace(_row, neutral=0, persistent=False))
 
 
-class FIRE(BaseDynamics):
+class FIRE(Minimiser):
     """Fast inertial relaxation engine (Bitzek, Koskinen, Gähler, Moseler and Gumbsch, PRL 97, 170201, 2006).
 
     The algorithm is that of ASE's ``FIRE``, step for step, with all quantities per structure: with power P
@@ -68,7 +68,8 @@ class FIRE(BaseDynamics):
     Raises
     ------
     ValueError
-        A time step that is not positive and finite, or larger than ``dt_max``.
+        A time step that is not positive and finite, or larger than ``dt_max``; a ``max_step`` or a parameter of
+        the paper that is not, or a negative ``n_min``.
     """
 
     def __init__(
@@ -91,21 +92,19 @@ class FIRE(BaseDynamics):
     ) -> None:
         self.dt = GraphParameter("dt", dt, exclusive=True)
         self.dt_max = GraphParameter("dt_max", 10 * dt if dt_max is None else dt_max, exclusive=True)
+        positive = {
+            "f_inc": f_inc, "f_dec": f_dec, "alpha_start": alpha_start, "f_alpha": f_alpha, "max_step": max_step,
+        }  # fmt: skip
+        for name, value in positive.items():
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be finite and > 0, got {value}")
+        if not n_min >= 0:
+            raise ValueError(f"n_min must be ≥ 0, got {n_min}")
         self.n_min, self.f_inc, self.f_dec = n_min, f_inc, f_dec
         self.alpha_start, self.f_alpha = alpha_start, f_alpha
         self.max_step = max_step
-        self.coordinates: Coordinates = AtomCoordinates() if coordinates is None else coordinates
-        super().__init__(model, hooks, convergence_hook, n_steps, **options)
+        super().__init__(model, hooks, convergence_hook, n_steps, coordinates=coordinates, **options)
         self._dt_max = torch.empty(0)
-
-    @property
-    def needed_outputs(self) -> frozenset[str]:
-        """Energy, forces, and what the coordinates need."""
-        return self.__needs_keys__ | self.coordinates.needs
-
-    def max_force(self, batch: Batch) -> Tensor:
-        """Largest norm of a generalised force, eV/Å, ``[B]``; rows of the force on a variable cell count, too."""
-        return self.coordinates.forces(batch).max_norm(batch.batch_ptr)
 
     def prepare(self, batch: Batch, admitted: Tensor) -> None:
         """Begin at rest, with the first time step, for graphs that entered."""
@@ -121,21 +120,30 @@ class FIRE(BaseDynamics):
         }
         if self.coordinates.has_cell:
             first["fire_cell_velocities"] = batch.positions.new_zeros(batch.num_graphs, 3, 3)
-        for name, value in first.items():
-            if name not in batch:
-                batch.add_key(name, value)
-            else:
-                rows = admitted[batch.batch_idx] if name == "fire_velocities" else admitted
-                assign(batch[name], value, rows.view(-1, *[1] * (value.ndim - 1)))
+        self.begin(batch, admitted, first)
 
     def pre_update(self, batch: Batch) -> None:
         """The whole move."""
-        ptr, graph, active = batch.batch_ptr, batch.batch_idx, self.active_graph_mask
         force = self.coordinates.forces(batch)
         v = Vector(batch.fire_velocities, batch.fire_cell_velocities if self.coordinates.has_cell else None)
-        dt, alpha = batch.fire_dt[:, 0], batch.fire_alpha[:, 0]
-        steps = batch.fire_downhill_steps[:, 0]
+        dt, alpha, steps = (batch[f"fire_{name}"][:, 0] for name in ("dt", "alpha", "downhill_steps"))
+        v, move, dt, alpha, steps = self.advance(batch, force, v, dt, alpha, steps)
+        self.coordinates.displace(batch, move, self.active_graph_mask)
+        state = {
+            "fire_velocities": v.atoms,
+            "fire_dt": dt.unsqueeze(-1),
+            "fire_alpha": alpha.unsqueeze(-1),
+            "fire_downhill_steps": steps.unsqueeze(-1),
+        }
+        if v.cell is not None:
+            state["fire_cell_velocities"] = v.cell
+        self.store(batch, state)
 
+    def advance(
+        self, batch: Batch, force: Vector, v: Vector, dt: Tensor, alpha: Tensor, steps: Tensor
+    ) -> tuple[Vector, Vector, Tensor, Tensor, Tensor]:
+        """New velocities, the move, and the new time step, mixing and count of steps downhill, all of each graph."""
+        ptr, graph = batch.batch_ptr, batch.batch_idx
         first = steps < 0
         downhill = (force.dot(v, ptr) > 0) & ~first
         uphill = ~downhill & ~first
@@ -151,17 +159,12 @@ class FIRE(BaseDynamics):
         steps = torch.where(downhill, steps + 1, 0)
 
         v = v.scaled(keep, graph).plus(force.scaled(steer + dt, graph))
-        norm = dt * v.dot(v, ptr).sqrt()
-        move = v.scaled(torch.where(norm > self.max_step, self.max_step * dt / norm, dt), graph)
+        return v, v.scaled(self._limited(dt, v, ptr), graph), dt, alpha, steps
 
-        self.coordinates.displace(batch, move, active)
-        rows = None if active is None else active.unsqueeze(-1)
-        assign(batch.fire_velocities, v.atoms, None if active is None else active[graph].unsqueeze(-1))
-        if v.cell is not None:
-            assign(batch.fire_cell_velocities, v.cell, None if active is None else active[:, None, None])
-        assign(batch.fire_dt, dt.unsqueeze(-1), rows)
-        assign(batch.fire_alpha, alpha.unsqueeze(-1), rows)
-        assign(batch.fire_downhill_steps, steps.unsqueeze(-1), rows)
+    def _limited(self, dt: Tensor, v: Vector, ptr: Tensor) -> Tensor:
+        """Time to move by, [B]: ``dt``, or less where the move would be longer than ``max_step``."""
+        length = dt * v.dot(v, ptr).sqrt()
+        return torch.where(length > self.max_step, self.max_step * dt / length, dt)
 
 
 class FIREVariableCell(FIRE):
