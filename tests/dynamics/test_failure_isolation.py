@@ -76,11 +76,18 @@ def test_failed_graph_leaves_the_neighbor_search_with_no_pairs(three_crystals, f
 
 def test_a_structure_that_cannot_be_searched_at_the_start_is_given_up_too(argon, three_crystals):
     data = three_crystals()
-    data[2].cell = torch.zeros(1, 3, 3, dtype=torch.float64)
+    data[2].positions[0, 0] = 1e15
     engine = NVE(argon, 2.0)
     batch = engine.run(Batch.from_data_list(data), 2)
     assert batch.status[:, 0].tolist() == [0, 0, FAILED]
-    assert "degenerate" in engine.failures[2]
+    assert "too many cells away" in engine.failures[2]
+
+
+def test_a_degenerate_cell_is_refused_before_the_first_step(argon, three_crystals):
+    data = three_crystals()
+    data[2].cell = torch.zeros(1, 3, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"cell of graph 2 \(system_id 2\) is degenerate: volume 0"):
+        NVE(argon, 2.0).run(Batch.from_data_list(data), 2)
 
 
 def _push(size):

@@ -1,6 +1,7 @@
 """Checkpoints: what is in them, that they are whole, and that training continues to the bit."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from nvalchemi._tree import flatten, unflatten
 from nvalchemi.data import Batch
 from nvalchemi.data.datasets import InMemoryDataset
 from nvalchemi.data.loader import DataLoader as OwnLoader
@@ -30,7 +32,6 @@ from nvalchemi.training import (
     TrainingStrategy,
     ValidationConfig,
 )
-from nvalchemi.training._tree import flatten, unflatten
 from nvalchemi.training.archive import newest_first, read_checkpoint
 from nvalchemi.training.hooks import (
     CheckpointHook,
@@ -474,6 +475,24 @@ def test_damaged_newest_checkpoint_is_warned_of_and_the_one_before_is_taken(toys
         other.restore_checkpoint("run/epoch-3")
 
 
+def test_other_things_in_the_directory_do_no_harm(toys):
+    counters = {"batch_count": 99, "step_count": 99, "epoch_count": 99}
+    for name, manifest in (
+        ("later", {"format": 99, "counters": counters, "files": {}}),
+        ("epoch-77", {}),
+        ("epoch-78", []),
+    ):
+        Path("checkpoints", name).mkdir(parents=True)
+        Path("checkpoints", name, "manifest.json").write_text(json.dumps(manifest))
+    Path("checkpoints", "step-99").mkdir()
+    toys.slope_strategy([CheckpointHook("checkpoints", 1, keep_last=1)]).run([toys.batch_of(1.0)] * 2)
+    left = {"later", "epoch-77", "epoch-78", "step-99", "step-2"}
+    assert {path.name for path in Path("checkpoints").iterdir()} == left
+    with pytest.warns(UserWarning, match="left out") as said:
+        assert toys.slope_strategy().restore_checkpoint("checkpoints", strict=False).name == "step-2"
+    assert any("has format 99" in str(warning.message) for warning in said)
+
+
 def test_nothing_intact_and_nothing_at_all(toys):
     strategy = toys.slope_strategy()
     with pytest.raises(FileNotFoundError, match="no checkpoint in nowhere"):
@@ -532,7 +551,7 @@ def test_batches_inside_a_window_save_nothing_twice(toys):
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_keep_last_and_keep_best(toys, async_save):
-    losses = iter([3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
+    losses = iter([math.nan, 1.0, 2.0, 5.0, 4.0, 6.0])
 
     def loss(predictions, batch):
         return predictions["energy"].mean() if torch.is_grad_enabled() else torch.tensor(next(losses))
@@ -579,7 +598,7 @@ def test_remains_of_an_interrupted_run_are_removed(toys):
 
 def test_missing_safetensors_is_said_at_registration_with_the_extra(toys, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match=r"nvalchemi\[training\]"):
+    with pytest.raises(ImportError, match=r"nvalchemi\[checkpoint\]"):
         toys.slope_strategy([CheckpointHook("run")])
 
 
@@ -662,6 +681,39 @@ def test_tree_keeps_what_optimizers_and_schedulers_hold():
     assert torch.equal(back.pop("half"), tree.pop("half"))
     assert back == tree
     assert isinstance(back["milestones"], Counter)
+
+
+def test_tree_keeps_tensors_apart_whose_paths_are_the_same():
+    tree = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, 0: torch.tensor(3), "0": torch.tensor(4)}
+    found = unflatten(*flatten(tree))
+    assert [found["a.b"].item(), found["a"]["b"].item(), found[0].item(), found["0"].item()] == [1, 2, 3, 4]
+
+
+class NoisyStream:
+    """No length; every batch draws from torch's global generator."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        for i in torch.randperm(len(self.batches)).tolist():
+            batch = self.batches[i].clone()
+            batch.positions.add_(0.1 * torch.randn_like(batch.positions))
+            yield batch
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_stream_that_draws_random_numbers_resumes_to_the_bit_at_every_batch(toys, at):
+    batches, hooks = toys.molecules(4), lambda: [GradientAccumulationHook(3)]
+    whole = make(hooks(), num_epochs=2)
+    whole.run(NoisyStream(batches))
+    first = make([*hooks(), Die(at, save="checkpoint")], num_epochs=2)
+    with pytest.raises(KeyboardInterrupt):
+        first.run(NoisyStream(batches))
+    second = make(hooks(), seed=False, num_epochs=2)
+    second.restore_checkpoint("checkpoint")
+    second.run(NoisyStream(batches))
+    assert_same(final_state(second), final_state(whole))
 
 
 def test_tree_says_where_something_is_that_it_cannot_hold():

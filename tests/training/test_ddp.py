@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nvalchemi.data import Batch
+from nvalchemi.data import AtomicData, Batch
+from nvalchemi.data.datasets import InMemoryDataset
+from nvalchemi.data.loader import DataLoader as BatchLoader
 from nvalchemi.models.demo import DemoModelWrapper
 from nvalchemi.training import (
     EnergyMSELoss,
@@ -81,6 +83,40 @@ report(weights=weights(model), counters=strategy.counters())
     strategy.run([Batch.from_data_list([d for batch in toys.molecules(2) for d in batch.to_data_list()])])
     whole = torch.nn.utils.parameters_to_vector(model.parameters())
     torch.testing.assert_close(torch.tensor(first["weights"]), whole, rtol=1e-5, atol=1e-7)
+
+
+def test_student_learns_from_a_teacher_that_is_not_trained_on_the_loader_of_this_package(toys):
+    """Three batches on two ranks: each makes two steps per epoch, and only the student is wrapped."""
+    code = (
+        PREAMBLE
+        + """
+from nvalchemi.data import DataLoader, InMemoryDataset
+
+def distil(models, batch):
+    labels = models["teacher"](batch)["energy"].detach()
+    out = models["student"](batch)
+    return {"energy": out["energy"] - labels + batch.energy}
+
+torch.manual_seed(0)
+models = {"teacher": DemoModelWrapper(), "student": DemoModelWrapper()}
+data = [d for batch in molecules(3) for d in batch.to_data_list()]
+strategy = TrainingStrategy(
+    models, {"student": OptimizerConfig(torch.optim.SGD, {"lr": 0.1})}, EnergyMSELoss(), num_epochs=2,
+    training_fn=distil, hooks=[DDPHook()],
+    validation_config=ValidationConfig(DataLoader(InMemoryDataset(data), batch_size=3)),
+)
+strategy.run(DataLoader(InMemoryDataset(data), batch_size=3, shuffle=True))
+report(
+    weights=weights(models["student"]), steps=strategy.step_count, validation=strategy.last_validation,
+    wrapped=[key for key, model in strategy._called_models.items() if model is not models[key]],
+)
+"""
+    )
+    toys.run_script(code, processes=2)
+    first, second = reports()
+    assert first == second
+    assert first["steps"] == 4
+    assert first["wrapped"] == ["student"]
 
 
 def test_gradients_are_exchanged_once_per_window_and_all_ranks_skip_alike(toys):
@@ -227,6 +263,26 @@ def test_list_of_batches_is_dealt_out(as_rank):
     data = [[i] for i in range(5)]
     assert shares(as_rank, data, 2, evenly=True) == [[0, 2, 4], [1, 3, 0]]
     assert shares(as_rank, data, 2, evenly=False) == [[0, 2, 4], [1, 3]]
+
+
+@pytest.mark.parametrize("evenly", [True, False])
+def test_loader_of_this_package_is_dealt_out(as_rank, evenly):
+    atoms = [AtomicData(positions=torch.zeros(1, 3), atomic_numbers=[z]) for z in range(1, 6)]
+    found = []
+    for number in range(2):
+        as_rank(number, 2)
+        loader = BatchLoader(InMemoryDataset(atoms), batch_size=1)
+        for _ in range(2):  # every run divides; twice is once
+            assert divide(loader, evenly=evenly) is loader
+        found.append([int(batch.atomic_numbers) for batch in loader])
+    assert found == [[1, 3, 5], [2, 4, 1] if evenly else [2, 4]]
+
+
+def test_loader_that_is_divided_otherwise_is_refused(as_rank):
+    as_rank(0, 2)
+    atoms = [AtomicData(positions=torch.zeros(1, 3), atomic_numbers=[1])]
+    with pytest.raises(ValueError, match="among 3 ranks"):
+        divide(BatchLoader(InMemoryDataset(atoms), world_size=3), evenly=True)
 
 
 def test_data_that_cannot_be_divided_are_refused(as_rank):

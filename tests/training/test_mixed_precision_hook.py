@@ -76,20 +76,22 @@ def test_precision_is_a_dtype_or_its_name_or_shorthand(given, dtype):
 
 @pytest.mark.parametrize("given", [torch.float64, torch.int32, "float64", "half", 16, None])
 def test_any_other_precision_is_a_validation_error(given):
-    with pytest.raises(
-        (ValidationError, TypeError), match="precision"
-    ):  # TypeError: by the type checker of the tests
+    with pytest.raises(ValidationError, match="precision"):
         MixedPrecisionHook(precision=given)
 
 
-def test_precision_must_be_given():
-    with pytest.raises((TypeError, ValidationError)):
-        MixedPrecisionHook()
+@pytest.mark.parametrize("fields", [{}, {"precision": "fp16", "device": "cpu"}])
+def test_precision_and_nothing_else_must_be_given(fields):
+    for make in (MixedPrecisionHook, MixedPrecisionHook.model_validate):
+        with pytest.raises(ValidationError):
+            make(**fields) if make is MixedPrecisionHook else make(fields)
 
 
-def test_two_are_refused():
-    with pytest.raises(ValueError, match="MixedPrecisionHook"):
-        MixedPrecisionHook("fp16") + MixedPrecisionHook("bf16")
+def test_two_are_refused_also_when_they_are_one_object():
+    hook = MixedPrecisionHook("fp16")
+    for other in (MixedPrecisionHook("bf16"), hook):
+        with pytest.raises(ValueError, match="MixedPrecisionHook"):
+            hook + other
 
 
 def test_registered_alone_it_is_wrapped_in_an_orchestrator(toys):
@@ -228,6 +230,21 @@ def test_float16_on_the_cpu_warns_of_nothing_and_takes_the_path_through_the_scal
         strategy.run([toys.batch_of(1.0)])
     assert calls == [("loss", 65536.0), ("gradient", 1.0)]
     assert strategy.models.w.item() == pytest.approx(0.9)
+
+
+def test_overflow_counts_as_a_skipped_step_and_a_good_step_after_it_does_not():
+    weight = torch.nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    update = TrainingUpdateOrchestrator(MixedPrecisionHook("fp16"))
+    skipped = []
+    for factor in (1e38, 1.0):
+        ctx = TrainContext(batch=None, optimizers=[optimizer])
+        update(ctx, Stage.BEFORE_BATCH)
+        ctx.loss = factor * weight
+        for stage in (Stage.DO_BACKWARD, Stage.DO_OPTIMIZER_STEP, Stage.AFTER_OPTIMIZER_STEP):
+            update(ctx, stage)
+        skipped.append(update.optimizer_step_skipped)
+    assert skipped == [True, False]
 
 
 def test_step_with_infinite_gradients_is_skipped_and_counts_nowhere(toys):

@@ -11,13 +11,21 @@ from torch import nn
 from nvalchemi.data import Batch
 from nvalchemi.hooks import TrainContext
 from nvalchemi.models.demo import DemoModelWrapper
-from nvalchemi.training import EnergyMSELoss, OptimizerConfig, TrainingStage, TrainingStrategy
+from nvalchemi.training import (
+    EnergyMSELoss,
+    OptimizerConfig,
+    TrainingStage,
+    TrainingStrategy,
+    ValidationConfig,
+)
 from nvalchemi.training.hooks import (
+    CheckpointHook,
     EMAHook,
     GradientAccumulationHook,
     GradientClipHook,
     MixedPrecisionHook,
     SpikeSkipHook,
+    TrainableParameterHook,
     TrainingUpdateHook,
     TrainingUpdateOrchestrator,
 )
@@ -73,6 +81,20 @@ def test_hooks_are_pydantic_models_that_can_be_dumped_and_validated(hook):
     assert isinstance(hook, TrainingUpdateHook)
     copy = type(hook).model_validate_json(hook.model_dump_json())
     assert copy.model_dump() == hook.model_dump()
+
+
+def test_infinite_norm_type_survives_json():
+    hook = GradientClipHook(1.0, norm_type=float("inf"))
+    assert GradientClipHook.model_validate_json(hook.model_dump_json()) == hook
+
+
+def test_arguments_may_be_given_by_position_in_the_order_of_the_contract(tmp_path):
+    average = EMAHook("student", 0.9, 2, 3, False)
+    assert (average.update_every, average.start_step, average.use_buffers) == (2, 3, False)
+    assert CheckpointHook(tmp_path, 10).step_interval == 10
+    frozen = TrainableParameterHook(["embedding*"], ["embedding.bias"])
+    assert frozen.trainable_patterns == ("embedding.bias",)
+    assert ValidationConfig([], every_n_steps=2).validation_data == []
 
 
 def test_priorities_are_those_of_the_contract():
@@ -314,6 +336,24 @@ def test_loss_of_a_window_is_judged_as_a_whole_and_without_scale(toys):
     assert hook.state_dict()["losses"] == [2.0, 3.0]
 
 
+def test_loss_of_a_step_that_another_hook_vetoed_is_not_added_to_the_next():
+    weight = torch.nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    spike = SpikeSkipHook(loss_factor=1.5, min_history=2)
+    update = TrainingUpdateOrchestrator(GradientClipHook(1.0), spike)
+    skipped = []
+    for gradient in (1.0, 1.0, float("nan"), 1.0):
+        ctx = TrainContext(batch=None, optimizers=[optimizer])
+        update(ctx, Stage.BEFORE_BATCH)
+        ctx.loss = weight * 1.0
+        update(ctx, Stage.DO_BACKWARD)
+        weight.grad.fill_(gradient)
+        update(ctx, Stage.DO_OPTIMIZER_STEP)
+        skipped.append(update.optimizer_step_skipped)
+    assert skipped == [False, False, True, False]
+    assert spike.n_skipped == 0
+
+
 def test_spike_hook_refuses_bad_options():
     for options in ({"loss_factor": 0.5}, {"grad_norm_factor": 1.0}, {"min_history": 20, "window": 10}):
         with pytest.raises(ValidationError):
@@ -354,6 +394,30 @@ def test_buffers_stay_when_they_are_not_used():
         model.mean.fill_(value)
         hook(ctx, Stage.AFTER_OPTIMIZER_STEP, False)
     assert hook.get_averaged_model().mean.item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision_are_averaged_in_float32_also_after_a_restart(dtype):
+    model = torch.nn.Linear(1, 1, bias=False).to(dtype)
+
+    def run(hook, steps):
+        for _ in range(steps):
+            hook(TrainContext(batch=None, models={"main": model}), Stage.AFTER_OPTIMIZER_STEP, False)
+
+    model.weight.data.fill_(1.0)
+    hook = EMAHook(decay=0.999)
+    run(hook, 1)
+    model.weight.data.fill_(2.0)
+    run(hook, 500)
+    restored = EMAHook(decay=0.999)
+    restored.load_state_dict(hook.state_dict())
+    restored(TrainContext(batch=None, models={"main": model}), Stage.BEFORE_BATCH, False)
+    for each in (hook, restored):
+        run(each, 500)
+        average = each.get_averaged_model().weight
+        assert average.dtype == dtype
+        # One rounding to the precision of the weights, not a thousand.
+        assert average.item() == pytest.approx(2 - 0.999**1000, rel=torch.finfo(dtype).eps)
 
 
 def test_only_real_steps_are_averaged(toys):

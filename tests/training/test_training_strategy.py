@@ -284,7 +284,8 @@ def test_teacher_and_student(toys):
     assert set(modes) == {(False, True)}
 
 
-def test_neighbour_list_is_built_for_training_and_validation():
+@pytest.mark.parametrize("when", ["every_n_epochs", "every_n_steps"])
+def test_neighbour_list_is_built_for_training_and_validation(when):
     class Counting(DemoModelWrapper):
         def __init__(self):
             super().__init__()
@@ -307,12 +308,53 @@ def test_neighbour_list_is_built_for_training_and_validation():
         SGD,
         EnergyMSELoss(),
         num_epochs=1,
-        validation_config=ValidationConfig(validation_data=[batch.clone()]),
+        validation_config=ValidationConfig([Batch.from_data_list([data])], **{when: 1}),
     )
     strategy.run([batch])
-    assert model.pairs == [4, 4]
+    assert model.pairs == [4, 2]
     assert sum(isinstance(hook, NeighborListHook) for hook in strategy.hooks) == 1
     assert TrainingStrategy(Counting(), SGD, EnergyMSELoss(), num_epochs=1, auto_neighbors=False).hooks == ()
+
+
+class Pairs(DemoModelWrapper):
+    """Counts the pairs it is given."""
+
+    def __init__(self, cutoff, **options):
+        super().__init__()
+        self.model_config = ModelConfig(
+            autograd_outputs=frozenset({"forces"}), neighbor_config=NeighborConfig(cutoff=cutoff, **options)
+        )
+        self.pairs = 0
+
+    def forward(self, data):
+        self.pairs = data.neighbor_list.shape[0]
+        return super().forward(data)
+
+
+def both(models, batch):
+    for model in models.values():
+        predictions = model(batch)
+    return predictions
+
+
+@pytest.mark.parametrize("cutoffs", [(4.0, 2.0), (2.0, 4.0)])
+def test_models_of_different_cutoffs_share_a_list_that_serves_both(cutoffs):
+    data = AtomicData(
+        positions=torch.tensor([[0.0, 0, 0], [1.5, 0, 0], [3.0, 0, 0]]),
+        atomic_numbers=[1] * 3,
+        energy=[[0.0]],
+    )
+    models = {"teacher": Pairs(cutoffs[0]), "student": Pairs(cutoffs[1])}
+    strategy = TrainingStrategy(models, {"student": SGD}, EnergyMSELoss(), num_epochs=1, training_fn=both)
+    strategy.run([Batch.from_data_list([data])])
+    assert [model.pairs for model in models.values()] == [6, 6]
+
+
+def test_half_and_full_lists_of_one_format_are_refused(toys):
+    models = {"teacher": Pairs(2.0, half_list=True), "student": Pairs(2.0)}
+    strategy = TrainingStrategy(models, {"student": SGD}, EnergyMSELoss(), num_epochs=1, training_fn=both)
+    with pytest.raises(ValueError, match="half"):
+        strategy.run(toys.molecules(1))
 
 
 # ---------------------------------------------------------------------- hooks
@@ -333,6 +375,42 @@ def test_bare_hooks_join_an_orchestrator_that_is_given(toys):
         strategy = toys.slope_strategy(order)
         assert [type(hook) for hook in strategy.update_hooks()] == [GradientClipHook, EMAHook]
         assert len(strategy.hooks) == 1
+
+
+def test_update_hook_is_registered_once_and_without_a_stage(toys):
+    hook = GradientClipHook(1.0)
+    strategy = toys.slope_strategy([hook])
+    with pytest.raises(ValueError, match="registered already"):
+        strategy.register_hook(hook)
+    with pytest.raises(ValueError, match="give no stage"):
+        strategy.register_hook(GradientClipHook(1.0), Stage.AFTER_BATCH)
+    assert list(strategy.update_hooks()) == [hook]
+
+
+def test_inference_model_is_the_average_once_there_is_one(toys):
+    average = EMAHook(decay=0.5)
+    strategy = toys.slope_strategy([average])
+    assert strategy.inference_models() == {"main": strategy.models}
+    strategy.run([toys.batch_of(1.0)] * 2)
+    assert strategy.inference_models() == {"main": average.get_averaged_model()}
+    assert strategy.inference_models()["main"].w.item() == pytest.approx(0.85)
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_one_device_may_stand_for_the_list(toys, device):
+    assert toys.slope_strategy(devices=device).devices == [torch.device("cpu")]
+
+
+def test_class_of_a_loss_is_refused(toys):
+    with pytest.raises(ValidationError, match=r"give an object of it: EnergyMSELoss\(\)"):
+        TrainingStrategy(toys.Slope(), SGD, EnergyMSELoss, num_epochs=1)
+
+
+def test_plateau_scheduler_without_validation_is_warned_of(toys):
+    config = OptimizerConfig(torch.optim.SGD, {"lr": 0.1}, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    strategy = TrainingStrategy(toys.Slope(), config, toys.mean_energy, num_epochs=1)
+    with pytest.warns(UserWarning, match="validation_config"):
+        strategy.run([toys.batch_of(1.0)])
 
 
 def test_two_orchestrators_are_a_value_error(toys):
@@ -935,7 +1013,9 @@ def test_forward_pass_that_gives_no_mapping(toys):
 
 
 def test_batch_that_is_no_batch(toys):
-    refused(toys.slope_strategy(), iter([torch.zeros(3)]), TypeError, "must give Batch, got Tensor|batch.Batch")
+    refused(
+        toys.slope_strategy(), iter([torch.zeros(3)]), TypeError, "must give Batch, got Tensor|batch.Batch"
+    )
 
 
 def test_error_in_a_hook_is_raised_unchanged_with_a_note(toys):
@@ -945,6 +1025,32 @@ def test_error_in_a_hook_is_raised_unchanged_with_a_note(toys):
     with pytest.raises(KeyError, match="mine") as info:
         toys.slope_strategy([At(Stage.AFTER_LOSS, fail)]).run([toys.batch_of(1.0)])
     assert info.value.__notes__ == ["raised by hook At at stage AFTER_LOSS, step 0"]
+
+
+def test_torch_loader_of_a_stream_has_no_length_and_its_last_window_is_closed(toys):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([toys.batch_of(x) for x in (1, 2, 3)])
+
+    strategy = toys.slope_strategy([GradientAccumulationHook(2)], lr=1.0, w=0.0)
+    strategy.run(torch.utils.data.DataLoader(Stream(), batch_size=None))
+    assert strategy.step_count == 2
+    assert strategy.models.w.item() == -1.5 - 3.0
+
+
+def test_errors_are_measured_under_the_names_that_the_loss_goes_by(toys):
+    data = AtomicData(positions=torch.eye(3), atomic_numbers=[6, 1, 1])
+    data.add_system_property("dft_energy", torch.tensor([[-1.0]]))
+    batch = Batch.from_data_list([data])
+    strategy = TrainingStrategy(
+        DemoModelWrapper(),
+        SGD,
+        EnergyMSELoss(target_key="dft_energy"),
+        num_epochs=1,
+        validation_config=ValidationConfig([batch]),
+    )
+    error = abs(strategy.models(batch)["energy"].item() + 1.0)
+    assert strategy.validate()["energy_mae"] == pytest.approx(error)
 
 
 def test_loader_that_is_shorter_than_it_says_is_warned_of(toys):

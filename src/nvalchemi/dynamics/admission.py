@@ -1,5 +1,7 @@
 """What a batch must have before it can run, and what is added to it."""
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,12 @@ from nvalchemi.models.base import ModelConfig
 
 FAILED = -1
 """Status of a structure that was given up."""
+
+_SMALLEST_VOLUME = 1e-9
+"""Å³; the neighbour search takes lattice planes closer than 1e-3 Å for one."""
+
+STALE_RESULTS = frozenset({"virial", "free_energy", "energies", "dipole", "magmom", "magmoms"})
+"""What a calculation may have said of a structure, besides the energy, forces and stress that engines write anew."""
 
 STAGE_ENTRY_STEP = register_field(
     Field(
@@ -24,7 +32,8 @@ def complete_batch(batch: Batch, config: ModelConfig) -> None:
     Added when absent: ``system_id`` (0 … B−1), ``system_step`` and ``status`` (0), ``velocities`` (from
     ``momenta`` if there are any, else zero), ``energy`` and ``forces`` (zero, until the first evaluation).
     Velocities of fixed atoms are set to zero. Tensors that carry an autograd graph are replaced by detached
-    ones.
+    ones. Results of other calculations that the model will not replace (``virial``, ``dipole``, …) are removed: they
+    are not true any more when the atoms have moved.
 
     Parameters
     ----------
@@ -39,6 +48,11 @@ def complete_batch(batch: Batch, config: ModelConfig) -> None:
         No graphs; a field the model needs is missing; positions or masses that are not finite, masses that
         are not positive (failed graphs may have any), a ``system_id`` that occurs twice. The message names the
         graph.
+
+    Warns
+    -----
+    UserWarning
+        Constraints of ASE other than fixed atoms, which engines do not honour.
     """
     if batch.num_graphs == 0:
         raise ValueError("the batch has no graphs")
@@ -50,6 +64,9 @@ def complete_batch(batch: Batch, config: ModelConfig) -> None:
     for name, tensor in list(batch.items()):
         if tensor.requires_grad:
             batch.add_key(name, tensor.detach())
+        if name in STALE_RESULTS - config.available_outputs:
+            batch.remove_key(name)
+    _warn_of_constraints(batch)
     add_bookkeeping(batch)
     if "atomic_masses" not in batch:
         raise ValueError(f"dynamics needs atomic_masses; the batch has {', '.join(batch.keys())}")
@@ -67,6 +84,17 @@ def complete_batch(batch: Batch, config: ModelConfig) -> None:
         batch.energy = batch.positions.new_zeros(batch.num_graphs, 1)
     if "forces" not in batch:
         batch.forces = torch.zeros_like(batch.positions)
+
+
+def _warn_of_constraints(batch: Batch) -> None:
+    for graph, info in enumerate(batch.info):
+        if info.get("constraints"):
+            kinds = ", ".join(type(constraint).__name__ for constraint in info["constraints"])
+            warnings.warn(
+                f"constraints of {batch.describe_graph(graph)} are not honoured: {kinds}; only fixed atoms are",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def release_atoms(batch: Batch, admitted: Tensor | None) -> None:
@@ -94,7 +122,7 @@ def add_bookkeeping(batch: Batch) -> None:
 
 
 def unusable_graphs(batch: Batch) -> dict[int, str]:
-    """Graphs that cannot be run, with the reason: positions or masses that make no sense. Failed ones are not asked."""
+    """Graphs that cannot be run, with the reason: positions, masses or cells that make no sense; not of failed ones."""
     masses: Tensor = batch.atomic_masses
     checks = (
         ("positions", "are not finite", batch.positions.isfinite().all(-1)),
@@ -112,6 +140,12 @@ def unusable_graphs(batch: Batch) -> dict[int, str]:
             reasons.setdefault(
                 graph, f"{name} {problem}: atom {local} of {batch.describe_graph(graph)} has {value}"
             )
+    if "cell" in batch and "pbc" in batch:
+        volume = torch.linalg.det(batch.cell.double()).abs()
+        flat = batch.pbc.all(-1) & ~(volume > _SMALLEST_VOLUME) & ~failed
+        for graph in flat.nonzero()[:, 0].tolist():
+            size = f"volume {float(volume[graph]):g} Å³ with pbc (T, T, T)"
+            reasons.setdefault(graph, f"cell of {batch.describe_graph(graph)} is degenerate: {size}")
     return reasons
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FAILED", "BaseDynamics", "ConvergenceHook", "Criterion", "DynamicsStage"]
 
-_FORCES_DEPEND_ON = ("positions", "cell", "atomic_numbers", "atomic_masses", "atom_categories")
+_FORCES_DEPEND_ON = ("positions", "cell", "pbc", "atomic_numbers", "atomic_masses", "atom_categories")
 
 DEFAULT_SKIN = 1.0
 """Å; skin of the neighbour list that an engine adds by itself when the model's config names none."""
@@ -87,7 +87,7 @@ class BaseDynamics(ActiveGraphs):
         model: BaseModelMixin,
         hooks: Sequence[Hook] | None = None,
         convergence_hook: ConvergenceHook | None = None,
-        n_steps: int | None = None,
+        n_steps: SupportsIndex | None = None,
         exit_status: int = 1,
         sampler: StructureFeed | None = None,
         sinks: DataSink | Sequence[DataSink] | None = None,
@@ -95,8 +95,8 @@ class BaseDynamics(ActiveGraphs):
         auto_neighbors: bool = True,
         max_edges_per_eval: int | Cutter | None = None,
     ) -> None:
-        if exit_status < 1:
-            raise ValueError(f"exit_status must be ≥ 1, got {exit_status}")
+        if isinstance(exit_status, bool) or not isinstance(exit_status, SupportsIndex) or exit_status < 1:
+            raise ValueError(f"exit_status must be an int ≥ 1, got {exit_status!r}")
         self.model = model
         self.n_steps = _checked_steps(n_steps)
         super().__init__(exit_status, as_sinks(sinks), None if sampler is None else self.n_steps)
@@ -104,7 +104,8 @@ class BaseDynamics(ActiveGraphs):
         self.global_rank = 0
         self.convergence_hook: ConvergenceHook | None = None
         self.sampler: StructureFeed | None = sampler
-        self._session = ModelSession(model, self.needed_outputs)
+        self._needs = self.needed_outputs
+        self._session = ModelSession(model, self._needs)
         self._cutter = as_cutter(max_edges_per_eval)
         self._evaluate_pieces = PieceEvaluator(self._cutter)
         self._auto_hook: NeighborListHook | None = None
@@ -200,9 +201,17 @@ class BaseDynamics(ActiveGraphs):
         """
         with self._session:
             if self.active_graph_mask is None and self._cutter is None:
-                store_outputs(batch, self.model(batch))
+                store_outputs(batch, self._evaluate(batch))
             else:
-                self._evaluate_pieces(self.model, batch, self.active_graph_mask)
+                self._evaluate_pieces(self._evaluate, batch, self.active_graph_mask)
+
+    def _evaluate(self, batch: Batch) -> Mapping[str, Tensor]:
+        outputs = self.model(batch)
+        if not self._needs <= outputs.keys():
+            raise ValueError(
+                f"{type(self.model).__name__} declares {sorted(self._needs - outputs.keys())} and did not give it"
+            )
+        return outputs
 
     def _converge(self, batch: Batch) -> Tensor | None:
         """Retire the graphs that newly meet the criteria; their indices, or ``None``."""
@@ -235,7 +244,7 @@ class BaseDynamics(ActiveGraphs):
     def run(
         self,
         batch: Batch | None = None,
-        n_steps: int | None = None,
+        n_steps: SupportsIndex | None = None,
         *,
         restart: str | Path | None = None,
         save_every: int = 1000,
@@ -270,6 +279,12 @@ class BaseDynamics(ActiveGraphs):
             (:func:`nvalchemi.dynamics.admission.complete_batch`), a restart file that is damaged or belongs
             to another engine or other structures.
         """
+        if batch is not None and not isinstance(batch, Batch):
+            raise TypeError(
+                f"run() takes a Batch, got {type(batch).__name__}: Batch.from_data_list([…]) makes one"
+            )
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("run() needs the versions of tensors, which torch.inference_mode() leaves out")
         file = self._open_restart_file(restart, save_every)
         feed = self.sampler if batch is None else None
         in_flight = feed is not None
@@ -306,7 +321,8 @@ class BaseDynamics(ActiveGraphs):
                     file.step_made(self, steps)
             if file is not None:
                 file.end_run(self, steps)
-            self._left_at = {name: version(batch.get(name)) for name in _FORCES_DEPEND_ON}
+            inputs = self.model.model_config.required_inputs | self.model.model_config.optional_inputs
+            self._left_at = {name: version(batch.get(name)) for name in (*_FORCES_DEPEND_ON, *inputs)}
         return batch
 
     @property
@@ -502,11 +518,15 @@ class BaseDynamics(ActiveGraphs):
 
     def _add_neighbor_hook(self) -> None:
         config = self.model.model_config.neighbor_config
-        if (
-            config is None
-            or not self.auto_neighbors
-            or any(isinstance(h, NeighborListHook) for h in self._hooks)
-        ):
+        lists = [hook.config for hook in self._hooks if isinstance(hook, NeighborListHook)]
+        if config is None or any(config.is_served_by(other) for other in lists):
+            return
+        if lists:
+            raise ValueError(
+                f"no NeighborListHook makes the list that {type(self.model).__name__} needs ({config!r}); there is "
+                f"{', '.join(map(repr, lists))}: use NeighborListHook(model.model_config.neighbor_config, skin=…)"
+            )
+        if not self.auto_neighbors:
             return
         skin = config.skin if "skin" in config.model_fields_set else DEFAULT_SKIN
         self._auto_hook = NeighborListHook(config, skin=skin)
@@ -560,7 +580,9 @@ class BaseDynamics(ActiveGraphs):
         return f"{type(self).__name__}(model={model}, step {self.step_count}, hooks={hooks})"
 
 
-def _checked_steps(n_steps: int | None) -> int | None:
-    if n_steps is not None and (isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 0):
+def _checked_steps(n_steps: SupportsIndex | None) -> int | None:
+    if n_steps is None:
+        return None
+    if isinstance(n_steps, bool) or not isinstance(n_steps, SupportsIndex) or int(n_steps) < 0:
         raise ValueError(f"n_steps must be an int ≥ 0, got {n_steps!r}")
-    return n_steps
+    return int(n_steps)

@@ -139,6 +139,11 @@ class PieceEvaluator:
         cuts: Sequence[tuple[int, int]] = [(0, graphs.shape[0])]
         if self._cutter is not None:
             cuts = self._cutter(_edges_per_graph(batch)[graphs].tolist())
+            bounds = [bound for cut in cuts for bound in cut]
+            if [0, *bounds[1::2]] != [*bounds[::2], graphs.shape[0]]:
+                raise ValueError(
+                    f"max_edges_per_eval must cut {graphs.shape[0]} graphs into pieces that cover all, got {cuts}"
+                )
         return [_make_piece(batch, graphs[start:stop]) for start, stop in cuts]
 
 

@@ -26,6 +26,7 @@ from nvalchemi.data import AtomicData, Batch
 from nvalchemi.dynamics.admission import add_bookkeeping, complete_batch, unusable_graphs
 from nvalchemi.dynamics.evaluation import OUTPUTS
 from nvalchemi.dynamics.parameters import GraphParameter
+from nvalchemi.dynamics.pressure import AppliedPressure
 from nvalchemi.dynamics.sinks import deliver
 
 if TYPE_CHECKING:
@@ -300,8 +301,12 @@ def check_parameters(engines: Sequence["BaseDynamics"]) -> None:
     """``ValueError`` for parameters with one value per graph, which have no meaning when graphs come and go."""
     for engine in engines:
         for name, value in vars(engine).items():
-            if isinstance(value, GraphParameter) and isinstance(value.value, Tensor):
+            if isinstance(value, GraphParameter | AppliedPressure) and _is_per_graph(value.value):
                 raise ValueError(
                     f"{name} of {type(engine).__name__} has one value for each graph of a batch; in a run fed by a "
                     "sampler graphs come and go: give one number for all"
                 )
+
+
+def _is_per_graph(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0

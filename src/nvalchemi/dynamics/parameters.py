@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import SupportsFloat
+from typing import SupportsFloat, cast
 
 import numpy as np
 import torch
@@ -46,19 +46,19 @@ class GraphParameter:
     True
     """
 
-    def __init__(
-        self, name: str, value: float | Tensor | Schedule, *, minimum: float = 0.0, exclusive: bool = False
-    ) -> None:
+    def __init__(self, name: str, value: object, *, minimum: float = 0.0, exclusive: bool = False) -> None:
         self.name = name
         self._minimum, self._exclusive = minimum, exclusive
-        self.value: float | Tensor | Schedule = value if callable(value) else self._checked(value)
+        self.value: float | Tensor | Schedule = (
+            cast(Schedule, value) if callable(value) else self._checked(value)
+        )
 
     @property
     def is_schedule(self) -> bool:
         """Whether the value changes with the steps, so that it must be asked for at each of them."""
         return callable(self.value)
 
-    def _checked(self, value: float | Tensor) -> float | Tensor:
+    def _checked(self, value: object) -> float | Tensor:
         """The value as a float or a float64 tensor ``[B]``, or a ``ValueError``."""
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)

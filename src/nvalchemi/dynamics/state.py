@@ -113,8 +113,8 @@ def engine_parameters(engine: "BaseDynamics") -> dict[str, Any]:
 
 
 def _add_parameters(found: dict[str, Any], attributes: Mapping[str, Any], prefix: str) -> None:
-    from nvalchemi.dynamics.integrators.pressure import AppliedPressure
     from nvalchemi.dynamics.optimizers.coordinates import Coordinates
+    from nvalchemi.dynamics.pressure import AppliedPressure
 
     for name, value in attributes.items():
         if name.startswith("_") or name in _NOT_PARAMETERS:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvalchemi.data import Batch
 from nvalchemi._optional import import_extra
+from nvalchemi.data import Batch
 from nvalchemi.models.base import BaseModelMixin, ModelConfig, NeighborConfig
 from nvalchemi.models.derivatives import check_elements, edges_within_cutoff, sum_per_graph
 

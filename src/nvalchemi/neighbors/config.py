@@ -55,3 +55,8 @@ class NeighborConfig(BaseModel):
     def search_cutoff(self) -> float:
         """Distance up to which pairs are listed, cutoff + skin, Å."""
         return self.cutoff + self.skin
+
+    def is_served_by(self, other: "NeighborConfig") -> bool:
+        """Whether a model that asks for this list can read that of ``other``: same kind, cutoff not smaller."""
+        same_kind = self.format is other.format and self.half_list == other.half_list
+        return same_kind and other.cutoff >= self.cutoff

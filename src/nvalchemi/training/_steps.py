@@ -61,7 +61,7 @@ def step_optimizers(
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[LRScheduler | None],
     scaler: torch.amp.GradScaler | None = None,
-) -> None:
+) -> bool:
     """Step each optimizer, then each scheduler whose optimizer really stepped.
 
     Parameters
@@ -72,6 +72,11 @@ def step_optimizers(
         Each belongs to the optimizer it was made for. Schedulers driven by a metric are left to validation.
     scaler : GradScaler, optional
         Steps the optimizers in its own way, and is updated once at the end.
+
+    Returns
+    -------
+    bool
+        Whether a step really ran; a scaler leaves it out where gradients overflowed.
     """
     before = [steps_made(optimizer) for optimizer in optimizers]
     if scaler is None:
@@ -92,3 +97,4 @@ def step_optimizers(
             continue
         if id(scheduler.optimizer) in stepped:
             scheduler.step()
+    return bool(stepped)

@@ -26,7 +26,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from nvalchemi.training._tree import unflatten
+from nvalchemi._optional import import_extra
+from nvalchemi._tree import unflatten
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -49,7 +50,7 @@ class Snapshot:
     weights : dict of str to dict of str to Tensor
         State of each model by its key.
     state, tensors
-        The rest, as :func:`~nvalchemi.training._tree.flatten` gives it.
+        The rest, as :func:`~nvalchemi._tree.flatten` gives it.
     spec : dict or None
         What the strategy was made of, as plain values; ``None`` when it cannot be said so.
     """
@@ -163,14 +164,14 @@ def read_newest(directory: Path) -> tuple[Path, Snapshot]:
 def newest_first(directory: Path, damaged: list[str] | None = None) -> list[Path]:
     """Complete checkpoints of a directory by their counters, the furthest first.
 
-    Equal ones are in the order of the numbers in their names. One whose manifest cannot be read is left out, with a
-    ``UserWarning`` where ``damaged`` collects the reasons.
+    Equal ones are in the order of the numbers in their names. One whose manifest cannot be read or is of another format
+    is left out, with a ``UserWarning`` where ``damaged`` collects the reasons.
     """
     found: list[tuple[tuple[Any, ...], Path]] = []
     for path in _candidates(directory):
         try:
             counters = _read_manifest(path)["counters"]
-        except DamagedCheckpointError as error:
+        except ValueError as error:  # damaged, or of another format
             if damaged is not None:
                 damaged.append(str(error))
                 warnings.warn(f"{error}; it is left out", UserWarning, stacklevel=4)
@@ -245,11 +246,7 @@ def _flush(path: Path) -> None:
 
 def require_safetensors() -> Any:
     """Import safetensors, or say which extra brings it."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("checkpoints need safetensors: pip install 'nvalchemi[training]'") from error
-    return safetensors.torch
+    return import_extra("safetensors.torch", extra="checkpoint", needed_by="a checkpoint")
 
 
 __all__ = [

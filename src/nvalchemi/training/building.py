@@ -2,7 +2,7 @@
 
 import fnmatch
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nvalchemi.models.base import BaseModelMixin, NeighborConfig, NeighborListFormat
 from nvalchemi.training.losses import ComposedLoss, LossTerm
 from nvalchemi.training.optimizer_config import OptimizerConfig
 
@@ -48,6 +49,31 @@ def check_models(models: Mapping[str, nn.Module]) -> None:
             raise ValueError(
                 f"model {key!r} is sharded (FSDP): its parameters are DTensors, which are not supported; use DDPHook"
             )
+
+
+def shared_neighbor_lists(models: Iterable[nn.Module]) -> list[NeighborConfig]:
+    """Neighbour lists that serve all models: one of each format, with the largest cutoff asked for.
+
+    Models pass over pairs beyond their own cutoff. There is no skin: every batch holds other structures.
+
+    Raises
+    ------
+    ValueError
+        Half and full lists are asked for in one format; a batch holds one of them.
+    """
+    lists: dict[NeighborListFormat, NeighborConfig] = {}
+    for model in models:
+        own = model.model_config.neighbor_config if isinstance(model, BaseModelMixin) else None
+        if own is None:
+            continue
+        other = lists.setdefault(own.format, own)
+        if other.half_list != own.half_list:
+            raise ValueError(
+                f"one model needs a half, another a full neighbour list in the format {own.format.value!r}, and a "
+                "batch holds one: build the lists in training_fn and pass auto_neighbors=False"
+            )
+        lists[own.format] = other if other.cutoff >= own.cutoff else own
+    return [config.model_copy(update={"skin": 0.0}) for config in lists.values()]
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -55,12 +55,13 @@ class EpochPosition:
         self._loader: ResumableLoader | None = None
         self._loader_state: Mapping[str, Any] | None = None  # where to go on; None: where the loader is
         self._start: dict[str, Any] | None = None  # random numbers with which the epoch began
+        self._fetching: dict[str, Any] | None = None  # and those with which a batch was fetched ahead
         self._generators: list[torch.Generator] = []
         self._generator_states: list[Tensor] | None = None  # restored, to be set when an epoch begins
 
     def finish(self) -> None:
         """Be at the beginning of the next epoch."""
-        self.batches, self._start, self._loader_state = 0, None, None
+        self.batches, self._start, self._fetching, self._loader_state = 0, None, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Position as plain values and tensors."""
@@ -74,12 +75,13 @@ class EpochPosition:
             "batches": self.batches,
             "loader": None if loader_state is None else dict(loader_state),
             "start": self._start,
+            "fetching": self._fetching,
             "generators": generator_states,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a position that :meth:`state_dict` gave."""
-        self.batches, self._start = state["batches"], state["start"]
+        self.batches, self._start, self._fetching = state["batches"], state["start"], state["fetching"]
         self._loader, self._loader_state = None, state["loader"]
         self._generators, self._generator_states = [], state["generators"]
 
@@ -93,10 +95,11 @@ class EpochPosition:
         iterator = (
             self._go_on(loader) if isinstance(loader, ResumableLoader) else self._start_or_return(loader)
         )
-        if isinstance(loader, Sized):
-            yield from self._count_down(iterator, len(loader))
-        else:
+        length = _length(loader)
+        if length is None:
             yield from self._look_ahead(iterator)
+        else:
+            yield from self._count_down(iterator, length)
 
     def _count_down(self, iterator: Iterator[Batch], length: int) -> Iterator[tuple[Batch, bool]]:
         for batch in iterator:
@@ -110,15 +113,26 @@ class EpochPosition:
             )
 
     def _look_ahead(self, iterator: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
-        batch: Any = next(iterator, _END)
+        batch: Any = self._fetch_again(iterator)
         while batch is not _END:
             if self._loader is not None:
                 self._loader_state = (
                     self._loader.state_dict()
                 )  # the loader itself is a batch further from here on
+            self._fetching = random_state()
             following = next(iterator, _END)
             yield batch, following is _END
             batch = following
+
+    def _fetch_again(self, iterator: Iterator[Batch]) -> Any:
+        """First batch; after a return the one that was fetched ahead, with the random numbers it was fetched with."""
+        if self._fetching is None:
+            return next(iterator, _END)
+        now = random_state()
+        set_random_state(self._fetching)
+        batch = next(iterator, _END)
+        set_random_state(now)
+        return batch
 
     def _go_on(self, loader: ResumableLoader) -> Iterator[Batch]:
         """Have a loader that knows its position go on there."""
@@ -161,6 +175,16 @@ def _set_states(generators: list[torch.Generator], states: list[Tensor] | None) 
         )
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    """Number of batches of an epoch, where the loader knows it."""
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # a torch DataLoader has __len__ even when its data, a stream, have none
+        return None
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:

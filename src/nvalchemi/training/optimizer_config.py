@@ -66,9 +66,22 @@ class OptimizerConfig(BaseModel):
     parameter_patterns: tuple[str, ...] | None = None
 
     def __init__(
-        self, optimizer_cls: Any = torch.optim.AdamW, optimizer_kwargs: Any = None, **options: Any
+        self,
+        optimizer_cls: Any = torch.optim.AdamW,
+        optimizer_kwargs: Any = None,
+        scheduler_cls: Any = None,
+        scheduler_kwargs: Any = None,
+        scheduler_metric_adapter: Any = None,
+        **options: Any,
     ) -> None:
-        super().__init__(optimizer_cls=optimizer_cls, optimizer_kwargs=optimizer_kwargs or {}, **options)
+        super().__init__(
+            optimizer_cls=optimizer_cls,
+            optimizer_kwargs=optimizer_kwargs or {},
+            scheduler_cls=scheduler_cls,
+            scheduler_kwargs=scheduler_kwargs or {},
+            scheduler_metric_adapter=scheduler_metric_adapter,
+            **options,
+        )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nvalchemi._tree import flatten
 from nvalchemi.hooks import CheckpointableHook
 from nvalchemi.training import _ranks
-from nvalchemi.training._tree import flatten
 from nvalchemi.training.archive import Snapshot
 from nvalchemi.training.rng import random_state
 

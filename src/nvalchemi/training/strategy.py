@@ -1,5 +1,6 @@
 """The training loop and what it is made of."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
@@ -14,14 +15,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from nvalchemi.data import Batch
+from nvalchemi.data import AtomicData, Batch
 from nvalchemi.hooks import HookRegistryMixin, NeighborListHook, TrainContext
-from nvalchemi.models.base import BaseModelMixin
 from nvalchemi.training import _ranks
 from nvalchemi.training._stages import REPLACEMENT_SLOTS, UPDATE_STAGES, TrainingStage
 from nvalchemi.training._steps import steps_made
 from nvalchemi.training.archive import read_newest, write_checkpoint
-from nvalchemi.training.building import as_composed, build_optimizers, check_models, configs_by_model
+from nvalchemi.training.building import (
+    as_composed,
+    build_optimizers,
+    check_models,
+    configs_by_model,
+    shared_neighbor_lists,
+)
 from nvalchemi.training.epoch import EpochPosition
 from nvalchemi.training.forward import evaluate_function, predict, why_not_finite
 from nvalchemi.training.hooks.update import TrainingUpdateHook, TrainingUpdateOrchestrator
@@ -32,7 +38,7 @@ from nvalchemi.training.slots import check_slots, claims
 from nvalchemi.training.spec import resolve
 from nvalchemi.training.state import restore_snapshot, take_snapshot
 from nvalchemi.training.strategy_spec import arguments_from_spec, describe_strategy
-from nvalchemi.training.validation import ValidationConfig, validate
+from nvalchemi.training.validation import ValidationConfig, inference_models, validate
 
 _COUNTERS = ("step_count", "global_step_count", "batch_count", "epoch_count", "epoch_step_count")
 _MAX_IDLE_EPOCHS = (
@@ -140,12 +146,12 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
         num_steps: int | None = None,
         hooks: Iterable[Any] = (),
         training_fn: Callable[..., Any] | str | None = None,
-        devices: Sequence[torch.device | str] | None = None,
+        devices: Sequence[torch.device | str] | torch.device | str | None = None,
         validation_config: ValidationConfig | None = None,
         **options: Any,
     ) -> None:
         if devices is not None:
-            options["devices"] = list(devices)
+            options["devices"] = [devices] if isinstance(devices, str | torch.device) else list(devices)
         super().__init__(
             models=models,
             optimizer_configs=optimizer_configs,
@@ -186,6 +192,8 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
             raise ValueError(
                 f"give exactly one of num_epochs and num_steps, got {self.num_epochs} and {self.num_steps}"
             )
+        if isinstance(self.loss_fn, type):
+            raise ValueError(f"loss_fn is a class; give an object of it: {self.loss_fn.__name__}()")
         check_models(self.model_dict)
         configs_by_model(self.optimizer_configs, self.model_dict)
         if len(self.model_dict) > 1 and self.training_fn is None:
@@ -243,8 +251,18 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
         ------
         ValueError
             A second orchestrator, a second claim on ``DO_BACKWARD`` or ``DO_OPTIMIZER_STEP``, exclusive
-            update hooks; and what :meth:`nvalchemi.hooks.HookRegistryMixin.register_hook` raises.
+            update hooks, an update hook that is there already or is given a stage; and what
+            :meth:`nvalchemi.hooks.HookRegistryMixin.register_hook` raises.
         """
+        if isinstance(hook, TrainingUpdateHook):
+            if any(hook is other for other in self.update_hooks()):
+                raise ValueError(
+                    f"{type(hook).__name__} is registered already with this {type(self).__name__}"
+                )
+            if stage is not None:
+                raise ValueError(
+                    f"{type(hook).__name__} is an update hook, which has stages of its own: give no stage"
+                )
         if isinstance(hook, TrainingUpdateHook) and self._update is not None:
             self._update.extend(hook)
         elif isinstance(hook, TrainingUpdateOrchestrator) and self._update is not None:
@@ -338,12 +356,8 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
     def _add_neighbor_hooks(self) -> None:
         if not self.auto_neighbors or any(isinstance(hook, NeighborListHook) for hook in self._hooks):
             return
-        for model in self.model_dict.values():
-            if isinstance(model, BaseModelMixin) and model.model_config.neighbor_config is not None:
-                # Every batch holds other structures, so there is nothing that a skin could save.
-                self.register_hook(
-                    NeighborListHook(model.model_config.neighbor_config.model_copy(update={"skin": 0.0}))
-                )
+        for config in shared_neighbor_lists(self.model_dict.values()):
+            self.register_hook(NeighborListHook(config))
 
     def run(self, dataloader: Iterable[Batch]) -> None:
         """Train until ``num_epochs`` or ``num_steps`` is reached; after a restore, from where it was.
@@ -358,15 +372,29 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
         ValueError
             The loader gives nothing, a batch lacks a label, the loss is not finite; no weight has changed by
             that batch.
+
+        Warns
+        -----
+        UserWarning
+            A scheduler waits for validations that are not configured.
         """
         with self._hooks_opened():
             self._dataloader = dataloader
             self.setup()
+            self._warn_of_idle_schedulers()
             self._set_training_mode()
             self._call_hooks(TrainingStage.BEFORE_TRAINING, None)
             while not self.finished:
                 self._run_epoch()
             self._call_hooks(TrainingStage.AFTER_TRAINING, None)
+
+    def _warn_of_idle_schedulers(self) -> None:
+        if self.validation_config is None and any(config.follows_metric for config in self._configs):
+            warnings.warn(
+                "ReduceLROnPlateau advances at validation: without validation_config the learning rate stays as it is",
+                UserWarning,
+                stacklevel=3,
+            )
 
     @property
     def finished(self) -> bool:
@@ -497,7 +525,10 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
     # ------------------------------------------------------------------ forward and loss
     def _on_device(self, batch: Batch) -> Batch:
         if not isinstance(batch, Batch):
-            raise TypeError(f"the dataloader must give Batch, got {type(batch).__name__}")
+            hint = (
+                ": nvalchemi.data.DataLoader makes them of a dataset" if isinstance(batch, AtomicData) else ""
+            )
+            raise TypeError(f"the dataloader must give Batch, got {type(batch).__name__}{hint}")
         return batch if batch.device == self.devices[0] else batch.to(self.devices[0])
 
     def predict(self, models: Mapping[str, nn.Module], batch: Batch) -> Mapping[str, Tensor]:
@@ -562,10 +593,18 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
         self._call_hooks(TrainingStage.AFTER_VALIDATION, None if self._ctx is None else self._ctx.batch)
         return self.last_validation
 
+    def inference_models(self) -> dict[str, nn.Module]:
+        """Models by key; in place of one with an :class:`~nvalchemi.training.hooks.EMAHook` its average."""
+        return inference_models(self)
+
     def prepare_validation_batch(self, batch: Batch) -> Batch:
         """Bring a batch to the device and have the hooks that belong to an evaluation (neighbour lists) work on it."""
         batch = self._on_device(batch)
-        self._call_evaluation_hooks(TrainingStage.BEFORE_FORWARD, batch)
+        under_way, self._ctx = self._ctx, None  # in the midst of training its context shows another batch
+        try:
+            self._call_evaluation_hooks(TrainingStage.BEFORE_FORWARD, batch)
+        finally:
+            self._ctx = under_way
         return batch
 
     def _validate_and_schedule(self) -> None:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from nvalchemi.data import Batch
 from nvalchemi.models.base import BaseModelMixin
 from nvalchemi.training import _ranks
+from nvalchemi.training.building import as_composed
 from nvalchemi.training.hooks.ema import EMAHook
 from nvalchemi.training.hooks.precision import MixedPrecisionHook
+from nvalchemi.training.losses import ComposedLoss
 from nvalchemi.training.metrics import ErrorMetrics
 
 if TYPE_CHECKING:
@@ -63,6 +65,9 @@ class ValidationConfig(BaseModel):
     per_element: bool = False
     group_by: str | None = None
 
+    def __init__(self, validation_data: Any = None, **options: Any) -> None:
+        super().__init__(validation_data=validation_data, **options)
+
     @model_validator(mode="before")
     @classmethod
     def _check(cls, values: Any) -> Any:
@@ -86,9 +91,16 @@ class ValidationConfig(BaseModel):
             raise ValueError("give either every_n_epochs or every_n_steps")
         return self
 
-    def new_metrics(self) -> ErrorMetrics:
-        """Empty accumulator of errors with these options."""
-        return ErrorMetrics(per_element=self.per_element, group_by=self.group_by)
+    def new_metrics(self, loss: ComposedLoss | None = None) -> ErrorMetrics:
+        """Empty accumulator of errors with these options, of labels and outputs that go by the names in the loss."""
+        known = () if loss is None else loss.terms[::-1]  # of two terms of one quantity the first counts
+        terms = [term for term in known if term.quantity in ErrorMetrics.QUANTITIES]
+        return ErrorMetrics(
+            target_keys={term.quantity: term.target_key for term in terms},
+            prediction_keys={term.quantity: term.prediction_key for term in terms},
+            per_element=self.per_element,
+            group_by=self.group_by,
+        )
 
 
 class RunningLoss:
@@ -145,8 +157,8 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 
 def validate(strategy: "TrainingStrategy", config: ValidationConfig) -> dict[str, Any]:
     """Go through the validation data once: mean loss, its components, errors."""
-    models = inference_models(strategy, config)
-    running, metrics = RunningLoss(), config.new_metrics()
+    models = inference_models(strategy, config.use_ema)
+    running, metrics = RunningLoss(), config.new_metrics(as_composed(strategy.loss_fn))
     device = strategy.devices[0]
     # Validation must not change what training draws: a loader draws a number even when it does not shuffle.
     with torch.random.fork_rng([] if device.type == "cpu" else [device]), evaluating(models.values()):
@@ -165,14 +177,16 @@ def validate(strategy: "TrainingStrategy", config: ValidationConfig) -> dict[str
     return {"loss": components.pop(""), "components": components, **metrics.compute()}
 
 
-def inference_models(strategy: "TrainingStrategy", config: ValidationConfig) -> dict[str, nn.Module]:
+def inference_models(
+    strategy: "TrainingStrategy", use_ema: bool | Literal["auto"] = "auto"
+) -> dict[str, nn.Module]:
     """Models to evaluate with: averaged ones where there are any, as ``use_ema`` says."""
     models = dict(strategy.model_dict)
     averages = [hook for hook in strategy.update_hooks() if isinstance(hook, EMAHook)]
-    if config.use_ema is True and not averages:
+    if use_ema is True and not averages:
         raise ValueError("use_ema=True needs an EMAHook")
     for hook in averages:
-        if config.use_ema is True or (config.use_ema == "auto" and hook.num_updates):
+        if use_ema is True or (use_ema == "auto" and hook.num_updates):
             models[hook.model_key] = hook.get_averaged_model()
     return models
 

@@ -12,8 +12,8 @@ from nvalchemi.dynamics.admission import require_periodic_cells
 from nvalchemi.dynamics.base import ConvergenceHook
 from nvalchemi.dynamics.integrators.nose_hoover import NoseHooverChains
 from nvalchemi.dynamics.integrators.nve import NVE
-from nvalchemi.dynamics.integrators.pressure import AppliedPressure, PressureCoupling
 from nvalchemi.dynamics.parameters import GraphParameter, Schedule
+from nvalchemi.dynamics.pressure import AppliedPressure, PressureCoupling
 from nvalchemi.dynamics.segments import sum_per_graph
 from nvalchemi.dynamics.thermo import degrees_of_freedom, free_atom_mask, kinetic_energy, volume
 from nvalchemi.dynamics.updates import assign

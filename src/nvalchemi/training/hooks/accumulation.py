@@ -58,8 +58,8 @@ class GradientAccumulationHook(BaseModel, TrainingUpdateHook):
     _restored: list[Tensor | None] | None = PrivateAttr(default=None)
     _unsynchronised: ExitStack = PrivateAttr(default_factory=ExitStack)
 
-    def __init__(self, steps: int, *, reduction: str = "mean") -> None:
-        super().__init__(steps=steps, reduction=reduction)
+    def __init__(self, steps: Any = None, **options: Any) -> None:
+        super().__init__(steps=steps, **options)
 
     def __call__(
         self, ctx: TrainContext, stage: TrainingStage, will_skip: bool

@@ -1,5 +1,6 @@
 """Checkpoints during training."""
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -64,8 +65,19 @@ class CheckpointHook(BaseModel):
     _writer: ThreadPoolExecutor | None = PrivateAttr(default=None)
     _pending: Future[None] | None = PrivateAttr(default=None)
 
-    def __init__(self, checkpoint_dir: Any, **options: Any) -> None:
-        super().__init__(checkpoint_dir=checkpoint_dir, **options)
+    def __init__(
+        self,
+        checkpoint_dir: Any = None,
+        step_interval: int | None = None,
+        epoch_interval: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            checkpoint_dir=checkpoint_dir,
+            step_interval=step_interval,
+            epoch_interval=epoch_interval,
+            **options,
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -107,7 +119,8 @@ class CheckpointHook(BaseModel):
             and ctx.validation is not None
             and ctx.validation["step_count"] == ctx.step_count
         ):
-            self._scores[name] = monitored(ctx.validation, self.monitor)
+            score = monitored(ctx.validation, self.monitor)
+            self._scores[name] = math.inf if math.isnan(score) else score  # NaN has no place in an order
         snapshot = take_snapshot(ctx.workflow)
         if _ranks.rank() != 0:
             return

@@ -50,7 +50,7 @@ class GradientClipHook(BaseModel, TrainingUpdateHook):
     10.0
     """
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, ser_json_inf_nan="constants")
     priority: ClassVar[int] = 30
 
     max_norm: PositiveFloat | None = None

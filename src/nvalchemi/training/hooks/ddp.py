@@ -12,9 +12,11 @@ from pydantic import BaseModel, ConfigDict
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from nvalchemi.data.loader import DataLoader as BatchLoader
 from nvalchemi.hooks import TrainContext
 from nvalchemi.training._ranks import distributed, rank, world_size
 from nvalchemi.training._stages import TrainingStage
+from nvalchemi.training.building import configs_by_model
 
 _log = logging.getLogger("nvalchemi.training")
 
@@ -40,8 +42,9 @@ class DDPHook(BaseModel):
     :class:`~torch.nn.parallel.DistributedDataParallel` and the validation data divided, each structure or
     batch going to one rank. At ``BEFORE_TRAINING`` the training data are divided: the sampler of a torch
     ``DataLoader`` is replaced by a :class:`~torch.utils.data.DistributedSampler`, which repeats some
-    structures so that all ranks make the same number of batches; a list of batches is dealt out in turn. Each
-    epoch has an order of its own.
+    structures so that all ranks make the same number of batches; the batches of a
+    :class:`nvalchemi.data.loader.DataLoader` and of a list are dealt out in turn, some of them repeated
+    likewise. Each epoch has an order of its own.
 
     In a single process that was not started by ``torchrun`` the hook does nothing.
 
@@ -71,8 +74,9 @@ class DDPHook(BaseModel):
             if not distributed():
                 _log.info("DDPHook has nothing to do: not started by torchrun")
                 return
+            trained = configs_by_model(strategy.optimizer_configs, strategy.model_dict)
             for key, model in strategy.model_dict.items():
-                if any(parameter.requires_grad for parameter in model.parameters()):
+                if key in trained and any(parameter.requires_grad for parameter in model.parameters()):
                     strategy.wrap_model(key, self._wrap(model, strategy.devices[0]))
             config = strategy.validation_config
             if config is not None and self.divide_data:
@@ -101,7 +105,7 @@ def _leave() -> None:
 
 
 def divide(data: Iterable[Any], *, seed: int = 0, evenly: bool) -> Iterable[Any]:
-    """Share of this rank in a torch ``DataLoader`` or a list of batches.
+    """Share of this rank in a ``DataLoader`` (this package's or torch's) or a list of batches.
 
     Parameters
     ----------
@@ -126,14 +130,21 @@ def divide(data: Iterable[Any], *, seed: int = 0, evenly: bool) -> Iterable[Any]
                 "a DataLoader with a sampler of its own cannot be divided: give it a DistributedSampler"
             )
         return _with_sampler(data, _sampler_of(data, seed, evenly))
+    if isinstance(data, BatchLoader):
+        if data.world_size not in (1, world_size()):
+            raise ValueError(
+                f"the loader is divided among {data.world_size} ranks, the process group has {world_size()}"
+            )
+        data.divide(rank(), world_size(), even=evenly)
+        return data
     if isinstance(data, Sequence):
         numbers = list(range(len(data)))
         if evenly:
             numbers += numbers[: -len(numbers) % world_size()]
         return [data[i] for i in numbers[rank() :: world_size()]]
     raise TypeError(
-        f"{type(data).__name__} cannot be divided among ranks: give a torch DataLoader or a list of batches, or let "
-        "each rank load its own share (rank=…, world_size=…) and use DDPHook(divide_data=False)"
+        f"{type(data).__name__} cannot be divided among ranks: give a DataLoader or a list of batches, or let each "
+        "rank load its own share and use DDPHook(divide_data=False)"
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, PrivateAttr
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,7 +41,8 @@ class EMAHook(BaseModel, TrainingUpdateHook):
     Notes
     -----
     A step that was vetoed, or left out by a gradient scaler, does not count. A strategy validates with the
-    averaged model once there is one, and saves it with its checkpoints.
+    averaged model once there is one, and saves it with its checkpoints. Weights in half precision are averaged in
+    float32: steps as small as 1 − decay would vanish in their own precision.
 
     Examples
     --------
@@ -62,12 +64,30 @@ class EMAHook(BaseModel, TrainingUpdateHook):
     _averaged: AveragedModel | None = PrivateAttr(default=None)
     _num_updates: int = PrivateAttr(default=0)
     _restored: dict[str, Tensor] | None = PrivateAttr(default=None)
+    _exact: dict[str, Tensor] = PrivateAttr(
+        default_factory=dict
+    )  # averages of half-precision weights, float32
     _source: nn.Module | None = PrivateAttr(default=None)
     _optimizers: list[Optimizer] = PrivateAttr(default_factory=list)
     _before: list[int] | None = PrivateAttr(default=None)
 
-    def __init__(self, model_key: str = "main", decay: float = 0.999, **options: Any) -> None:
-        super().__init__(model_key=model_key, decay=decay, **options)
+    def __init__(
+        self,
+        model_key: str = "main",
+        decay: float = 0.999,
+        update_every: int = 1,
+        start_step: int = 0,
+        use_buffers: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model_key=model_key,
+            decay=decay,
+            update_every=update_every,
+            start_step=start_step,
+            use_buffers=use_buffers,
+            **options,
+        )
 
     @property
     def _exclusive_update_key(self) -> str | None:  # pyright: ignore
@@ -134,7 +154,19 @@ class EMAHook(BaseModel, TrainingUpdateHook):
             self._averaged.update_parameters(model)
             for buffer, value in zip(self._averaged.module.buffers(), kept, strict=True):
                 buffer.copy_(value)
+        self._average_half_precision(self._averaged.module, model)
         self._num_updates += 1
+
+    def _average_half_precision(self, averaged: nn.Module, model: nn.Module) -> None:
+        weights = dict(model.named_parameters())
+        for name, average in averaged.named_parameters():
+            if average.dtype not in (torch.float16, torch.bfloat16):
+                continue
+            weight = weights[name].detach().float()
+            if self._num_updates == 0:
+                self._exact[name] = weight.clone()
+            else:
+                average.copy_(self._exact[name].lerp_(weight, 1.0 - self.decay))
 
     def _copy_of(self, model: nn.Module) -> AveragedModel:
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
@@ -146,17 +178,22 @@ class EMAHook(BaseModel, TrainingUpdateHook):
             self._averaged = self._copy_of(model)
             self._averaged.module.load_state_dict(self._restored)
             self._averaged.n_averaged.fill_(self._num_updates)
+            weights = dict(model.named_parameters())
+            self._exact = {
+                name: average.to(weights[name].device, copy=True) for name, average in self._exact.items()
+            }
             self._restored = None
 
     def state_dict(self) -> dict[str, Any]:
         """Averaged weights and the number of updates."""
         weights = self._restored if self._averaged is None else self._averaged.module.state_dict()
-        return {"num_updates": self._num_updates, "weights": weights}
+        return {"num_updates": self._num_updates, "weights": weights, "exact": dict(self._exact)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up averaged weights; they are put into a copy of the model when one is at hand."""
         self._num_updates, self._averaged = state["num_updates"], None
         self._restored = None if state["weights"] is None else dict(state["weights"])
+        self._exact = dict(state["exact"])
 
 
 def _optimizers_of(model: nn.Module, ctx: TrainContext) -> list[Optimizer]:

@@ -1,6 +1,6 @@
 """Change a model before its optimizers are built: freeze parameters, replace modules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -45,6 +45,11 @@ class TrainableParameterHook(BaseModel):
     freeze_patterns: tuple[str, ...] = ()
     trainable_patterns: tuple[str, ...] = ()
     model_key: str = "main"
+
+    def __init__(
+        self, freeze_patterns: Sequence[str] = (), trainable_patterns: Sequence[str] = (), **options: Any
+    ) -> None:
+        super().__init__(freeze_patterns=freeze_patterns, trainable_patterns=trainable_patterns, **options)
 
     @model_validator(mode="after")
     def _something_to_do(self) -> Self:

@@ -101,8 +101,8 @@ class MixedPrecisionHook(BaseModel, TrainingUpdateHook):
     _scaler: _StepScaler | None = PrivateAttr(default=None)
     _restored: dict[str, Any] | None = PrivateAttr(default=None)
 
-    def __init__(self, precision: torch.dtype | str) -> None:
-        super().__init__(precision=precision)
+    def __init__(self, precision: Any = None, **options: Any) -> None:
+        super().__init__(precision=precision, **options)
 
     @property
     def tolerates_nonfinite_loss(self) -> bool:

@@ -96,6 +96,8 @@ class SpikeSkipHook(BaseModel, TrainingUpdateHook):
         self, ctx: TrainContext, stage: TrainingStage, will_skip: bool
     ) -> tuple[bool, Tensor | None]:
         """Note the loss at the backward pass, judge the step."""
+        if stage is TrainingStage.BEFORE_BATCH and not will_skip:
+            self._pending = []  # gradients are zeroed: a window begins, whatever became of the one before
         if stage is TrainingStage.DO_BACKWARD and ctx.loss is not None:
             self._pending.append(ctx.loss.detach())
         if stage is not TrainingStage.DO_OPTIMIZER_STEP or will_skip:

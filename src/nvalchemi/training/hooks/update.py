@@ -164,7 +164,11 @@ class TrainingUpdateOrchestrator:
         holders: dict[str, TrainingUpdateHook] = {}
         for hook in (*members, *added):
             key = hook._exclusive_update_key
-            if key is not None and holders.setdefault(key, hook) is not hook:
+            if key is None:
+                continue
+            if key not in holders:
+                holders[key] = hook
+            else:
                 raise ValueError(
                     f"{type(hook).__name__} and {type(holders[key]).__name__} cannot be combined: "
                     f"only one update hook of kind {key!r} is possible"
@@ -180,7 +184,7 @@ class TrainingUpdateOrchestrator:
 
     @property
     def optimizer_step_skipped(self) -> bool:
-        """Whether a member vetoed the most recent optimizer step."""
+        """Whether the most recent optimizer step was vetoed, by a member or by the gradient scaler."""
         return self._skipped
 
     def __add__(
@@ -210,7 +214,8 @@ class TrainingUpdateOrchestrator:
         elif stage is TrainingStage.DO_OPTIMIZER_STEP:
             self._skipped = skip
             if not skip:
-                step_optimizers(ctx.optimizers, ctx.lr_schedulers, ctx.grad_scaler)
+                ran = step_optimizers(ctx.optimizers, ctx.lr_schedulers, ctx.grad_scaler)
+                self._skipped = bool(ctx.optimizers) and not ran
 
     def _call_members(self, ctx: TrainContext, stage: TrainingStage) -> bool:
         """Whether any member vetoed; at ``DO_BACKWARD`` the loss goes from one to the next through ``ctx.loss``."""
