@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from ase.build import bulk
 from torch import nn
 
 from nvalchemi.data import AtomicData, Batch
@@ -19,6 +20,7 @@ from nvalchemi.dynamics import (
 )
 from nvalchemi.hooks import BiasedPotentialHook, NeighborListHook
 from nvalchemi.models.base import BaseModelMixin, ModelConfig
+from nvalchemi.models.lj import LennardJonesModelWrapper
 
 
 class Spy:
@@ -495,3 +497,38 @@ def test_structures_without_working_state_can_join_and_get_their_own(argon, crys
     FIREVariableCell(argon).run(alone, 10)
     torch.testing.assert_close(batch[1].positions, alone.positions, rtol=0, atol=1e-10)
     torch.testing.assert_close(batch.cell[1], alone.cell[0], rtol=0, atol=1e-10)
+
+
+class _SlowForManyEdges(LennardJonesModelWrapper):
+    """Pretends to take a time per edge that is least for pieces of about 1,000 edges."""
+
+    def __init__(self, clock):
+        super().__init__(0.0104, 3.40, 8.5)
+        self.clock, self.sizes = clock, []
+
+    def forward(self, data):
+        edges = int(data.num_neighbors.sum())
+        self.sizes.append(edges)
+        self.clock[0] += 0.1 + 1e-4 * edges + 1e-7 * edges**2
+        return super().forward(data)
+
+
+def test_auto_finds_the_piece_size_with_the_least_time_per_edge(monkeypatch):
+    from nvalchemi.dynamics import evaluation
+
+    clock = [0.0]
+    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: clock[0])
+    argon = [AtomicData.from_atoms(bulk("Ar", "fcc", 5.3), dtype=torch.float64) for _ in range(64)]
+    batch, whole = Batch.from_data_list(argon), Batch.from_data_list(argon)
+    model = _SlowForManyEdges(clock)
+    engine = NVE(model, 1.0, max_edges_per_eval="auto")
+    engine.run(batch, 0)
+    assert engine._evaluate_pieces.max_edges == 1024
+    model.sizes.clear()
+    engine.run(batch, 3)
+    assert max(model.sizes) <= 1024
+    NVE(LennardJonesModelWrapper(0.0104, 3.40, 8.5), 1.0).run(whole, 3)
+    assert torch.allclose(batch.positions, whole.positions, rtol=0, atol=1e-12)
+    other = NVE(_SlowForManyEdges(clock), 1.0, max_edges_per_eval="auto")
+    other.load_state_dict(engine.state_dict())
+    assert other._evaluate_pieces.max_edges == 1024

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -94,13 +94,14 @@ def md(
     ]
     try:
         _set_velocities(batch, temperature, seed)
+        common: dict[str, Any] = {"hooks": hooks, "max_edges_per_eval": "auto"}
         if ensemble == "nve" or temperature is None:
-            dynamics: BaseDynamics = NVE(potential, dt, hooks=hooks)
+            dynamics: BaseDynamics = NVE(potential, dt, **common)
         elif ensemble == "nvt":
-            dynamics = NVTLangevin(potential, dt, temperature, friction, random_seed=seed, hooks=hooks)
+            dynamics = NVTLangevin(potential, dt, temperature, friction, random_seed=seed, **common)
         else:
             applied = pressure * units.GPa
-            dynamics = NPT(potential, dt, temperature, applied, barostat_time, thermostat_time, hooks=hooks)
+            dynamics = NPT(potential, dt, temperature, applied, barostat_time, thermostat_time, **common)
     except ValueError as error:
         raise InputError(str(error)) from error
     if show_hooks:

@@ -101,15 +101,14 @@ def _make_minimiser(
 ) -> "Minimiser":
     from nvalchemi.dynamics import FIRE, FIRE2, LBFGS, AtomCoordinates, CellCoordinates, ConvergenceHook
 
-    coordinates = CellCoordinates() if cell else AtomCoordinates()
-    done = ConvergenceHook.from_fmax(fmax)
-    match optimizer:
-        case "fire":
-            return FIRE(potential, hooks=hooks, convergence_hook=done, coordinates=coordinates)
-        case "fire2":
-            return FIRE2(potential, hooks=hooks, convergence_hook=done, coordinates=coordinates)
-        case "lbfgs":
-            return LBFGS(potential, hooks=hooks, convergence_hook=done, coordinates=coordinates)
+    minimiser = {"fire": FIRE, "fire2": FIRE2, "lbfgs": LBFGS}[optimizer]
+    return minimiser(
+        potential,
+        hooks=hooks,
+        convergence_hook=ConvergenceHook.from_fmax(fmax),
+        coordinates=CellCoordinates() if cell else AtomCoordinates(),
+        max_edges_per_eval="auto",
+    )
 
 
 def _print_results(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -63,9 +63,10 @@ class BaseDynamics(ActiveGraphs):
     auto_neighbors : bool, default True
         Add a :class:`NeighborListHook` (the last at ``BEFORE_COMPUTE``) when the model needs a list and
         none is registered, with the skin that the model's config names, else 1 Å.
-    max_edges_per_eval : int or callable, optional
-        Bound on the edges given to the model at once; a graph with more goes alone. A callable gets the
-        number of edges of each active graph and returns pieces (start, stop). Default: all at once.
+    max_edges_per_eval : int, "auto" or callable, optional
+        Bound on the edges given to the model at once; a graph with more goes alone. ``"auto"`` tries which size
+        takes the least time per edge, with some evaluations more on the first batch. A callable gets the number of
+        edges of each active graph and returns pieces (start, stop). Default: all at once.
 
     Notes
     -----
@@ -93,7 +94,7 @@ class BaseDynamics(ActiveGraphs):
         sinks: DataSink | Sequence[DataSink] | None = None,
         *,
         auto_neighbors: bool = True,
-        max_edges_per_eval: int | Cutter | None = None,
+        max_edges_per_eval: int | Cutter | Literal["auto"] | None = None,
     ) -> None:
         if isinstance(exit_status, bool) or not isinstance(exit_status, SupportsIndex) or exit_status < 1:
             raise ValueError(f"exit_status must be an int ≥ 1, got {exit_status!r}")
@@ -354,7 +355,9 @@ class BaseDynamics(ActiveGraphs):
     @property
     def restart_parts(self) -> Mapping[str, Stateful]:
         """What else has a state that is saved, by name: a sampler's position, what sinks have taken."""
-        parts = {} if self.sampler is None else {"sampler": self.sampler}
+        parts: dict[str, Stateful] = {} if self.sampler is None else {"sampler": self.sampler}
+        if self._cutter == "auto":
+            parts["pieces"] = self._evaluate_pieces
         return parts | {f"sink {i}": sink for i, sink in enumerate(self.sinks) if isinstance(sink, Stateful)}
 
     def state_dict(self) -> dict[str, Any]:

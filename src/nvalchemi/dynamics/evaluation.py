@@ -6,8 +6,11 @@ active set or the neighbour list changed; in between only the fields that change
 copied over.
 """
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +20,11 @@ from nvalchemi.dynamics.segments import sum_per_graph
 
 Cutter = Callable[[Sequence[int]], Sequence[tuple[int, int]]]
 """Chooses pieces from the number of edges of each active graph: pairs (start, stop) that cover them in order."""
+
+_SMALLEST_PIECE = 256
+"""Edges; below, the cost of a call outweighs that of its edges for every potential tried."""
+_CLEARLY_SLOWER = 1.2
+_TRIAL_SECONDS = 0.05
 
 OUTPUTS = frozenset({"energy", "forces", "stress", "virial", "dipole"})
 """Fields that the engine takes from a model's outputs into the batch."""
@@ -55,17 +63,21 @@ def cut_by_edges(max_edges: int) -> Cutter:
     return cut
 
 
-def as_cutter(max_edges_per_eval: int | Cutter | None) -> Cutter | None:
+def as_cutter(
+    max_edges_per_eval: "int | Cutter | Literal['auto'] | None",
+) -> "Cutter | Literal['auto'] | None":
     """Validate the engine's argument of that name; ``None`` means one piece."""
     if max_edges_per_eval is None or callable(max_edges_per_eval):
         return max_edges_per_eval
+    if max_edges_per_eval == "auto":
+        return "auto"
     if (
         isinstance(max_edges_per_eval, bool)
         or not isinstance(max_edges_per_eval, int)
         or max_edges_per_eval < 1
     ):
         raise ValueError(
-            f"max_edges_per_eval must be an int ≥ 1, a function or None, got {max_edges_per_eval!r}"
+            f"max_edges_per_eval must be an int ≥ 1, 'auto', a function or None, got {max_edges_per_eval!r}"
         )
     return cut_by_edges(max_edges_per_eval)
 
@@ -103,12 +115,15 @@ class PieceEvaluator:
 
     Parameters
     ----------
-    cutter : callable, optional
-        Chooses the pieces; ``None``: one piece.
+    cutter : callable or "auto", optional
+        Chooses the pieces; ``None``: one piece. ``"auto"``: of the size that takes the least time per edge, which is
+        tried on the first batch. Another size changes results by round-off, so that it is part of the state.
     """
 
-    def __init__(self, cutter: Cutter | None) -> None:
+    def __init__(self, cutter: "Cutter | Literal['auto'] | None") -> None:
         self._cutter = cutter
+        self.max_edges: int | None = None
+        """Edges per piece that were found to be best, once ``"auto"`` has tried."""
         self._pieces: list[_Piece] = []
         self._objects: tuple[object, ...] = ()
         self._versions: tuple[object, ...] = ()
@@ -124,13 +139,26 @@ class PieceEvaluator:
             a is b for a, b in zip(objects, self._objects, strict=True)
         )
         if not same or versions != self._versions:
-            self._pieces = self._cut(batch, active)
+            self._pieces = self._cut(model, batch, active)
             self._objects, self._versions = objects, versions
+        if active is None and len(self._pieces) == 1:
+            store_outputs(batch, model(batch))
+            return
         for piece in self._pieces:
             _refresh(piece, batch)
             _scatter(model(piece.batch), piece, batch)
 
-    def _cut(self, batch: Batch, active: Tensor | None) -> list[_Piece]:
+    def state_dict(self) -> dict[str, int | None]:
+        """The size that ``"auto"`` found."""
+        return {"max_edges": self.max_edges}
+
+    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
+        """Take up a size."""
+        self.max_edges = state["max_edges"]
+
+    def _cut(
+        self, model: Callable[[Batch], Mapping[str, Tensor]], batch: Batch, active: Tensor | None
+    ) -> list[_Piece]:
         graphs = torch.arange(batch.num_graphs, device=batch.device)
         if active is not None:
             graphs = graphs[active]
@@ -138,13 +166,57 @@ class PieceEvaluator:
             return []
         cuts: Sequence[tuple[int, int]] = [(0, graphs.shape[0])]
         if self._cutter is not None:
-            cuts = self._cutter(_edges_per_graph(batch)[graphs].tolist())
+            edges: list[int] = _edges_per_graph(batch)[graphs].tolist()
+            if isinstance(self._cutter, str):
+                if self.max_edges is None:
+                    self.max_edges = _fastest_size(model, batch, graphs, edges)
+                cuts = cut_by_edges(self.max_edges)(edges)
+            else:
+                cuts = self._cutter(edges)
             bounds = [bound for cut in cuts for bound in cut]
             if [0, *bounds[1::2]] != [*bounds[::2], graphs.shape[0]]:
                 raise ValueError(
                     f"max_edges_per_eval must cut {graphs.shape[0]} graphs into pieces that cover all, got {cuts}"
                 )
         return [_make_piece(batch, graphs[start:stop]) for start, stop in cuts]
+
+
+def _fastest_size(
+    model: Callable[[Batch], Mapping[str, Tensor]], batch: Batch, graphs: Tensor, edges: Sequence[int]
+) -> int:
+    """Edges per evaluation with the least time per edge; sizes are doubled until they are clearly slower."""
+    size, best, least = _SMALLEST_PIECE, max(sum(edges), 1), math.inf
+    while True:
+        counts = {cut: sum(edges[slice(*cut)]) for cut in cut_by_edges(size)(edges)}
+        # A graph with more edges than this size is a piece of its own, and says nothing of the size.
+        fitting = {cut: count for cut, count in counts.items() if 0 < count <= size}
+        if fitting:
+            (start, stop), count = max(fitting.items(), key=lambda item: item[1])
+            seconds = _seconds(model, _make_piece(batch, graphs[start:stop]).batch) / count
+            if seconds < least:
+                best, least = size, seconds
+            elif seconds > _CLEARLY_SLOWER * least:
+                return best
+        if len(counts) == 1 or size > sum(edges):
+            return best
+        size *= 2
+
+
+def _seconds(model: Callable[[Batch], Mapping[str, Tensor]], batch: Batch) -> float:
+    """Time of an evaluation after one to warm up; the least of several where that costs little."""
+    least, spent = math.inf, 0.0
+    for trial in range(5):
+        start = time.perf_counter()
+        model(batch)
+        if batch.device.type == "cuda":
+            torch.cuda.synchronize(batch.device)
+        seconds = time.perf_counter() - start
+        spent += seconds
+        if trial > 0:
+            least = min(least, seconds)
+            if spent > _TRIAL_SECONDS:
+                break
+    return least
 
 
 def _edges_per_graph(batch: Batch) -> Tensor:
