@@ -26,7 +26,7 @@ def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{needed_by} needs the package {module.split('.')[0]!r}: pip install nvalchemi[{extra}]"
+            f"{needed_by} needs the package {module.split('.')[0]!r}: pip install 'nvalchemi[{extra}]'"
         ) from error
 
 

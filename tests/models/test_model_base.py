@@ -370,7 +370,7 @@ def test_published_model_without_its_package_names_the_extra(monkeypatch):
     for package, wrapper in (("sevenn", SevenNetWrapper), ("chgnet", CHGNetWrapper)):
         monkeypatch.setitem(sys.modules, package, None)
         extra = {"sevenn": "sevennet"}.get(package, package)
-        with pytest.raises(ImportError, match=rf"pip install nvalchemi\[{extra}\]"):
+        with pytest.raises(ImportError, match=rf"pip install 'nvalchemi\[{extra}\]'"):
             wrapper()
 
 

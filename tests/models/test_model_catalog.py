@@ -13,7 +13,7 @@ def test_rows_say_what_is_usable(monkeypatch):
     assert rows["lj-argon"].usable
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     row = next(row for row in available_models() if row.name == "7net-0")
-    assert (row.usable, row.extra, row.reason) == (False, "sevennet", "pip install nvalchemi[sevennet]")
+    assert (row.usable, row.extra, row.reason) == (False, "sevennet", "pip install 'nvalchemi[sevennet]'")
 
 
 def test_argon_by_name(make_batch):

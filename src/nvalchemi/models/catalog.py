@@ -90,7 +90,7 @@ def available_models() -> list[AvailableModel]:
     rows: list[AvailableModel] = []
     for name, entry in _CATALOG.items():
         usable = entry.package is None or is_installed(entry.package)
-        reason = "" if usable else f"pip install nvalchemi[{entry.extra}]"
+        reason = "" if usable else f"pip install 'nvalchemi[{entry.extra}]'"
         rows.append(AvailableModel(name, entry.description, entry.extra, usable, reason))
     return rows
 

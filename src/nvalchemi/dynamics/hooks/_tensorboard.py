@@ -25,7 +25,7 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, *, append: bool) -> None:
         if find_spec("tensorboard") is None:
             raise ImportError(
-                "logs for TensorBoard need the extra [tensorboard]: pip install nvalchemi[tensorboard]"
+                "logs for TensorBoard need the extra [tensorboard]: pip install 'nvalchemi[tensorboard]'"
             )
         self.folder = folder
         self._append = append
