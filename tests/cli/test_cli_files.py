@@ -150,3 +150,19 @@ def test_missing_typer_is_named_with_its_extra(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match=r"nvalchemi\[cli\]"):
         main(["models"])
+
+
+def test_check_says_whether_a_file_is_fit_to_train_on(command, labelled):
+    other = labelled.copy()
+    other.rattle(0.05, seed=1)
+    stress = [0.01, 0.01, 0.01, 0, 0, 0]
+    other.calc = SinglePointCalculator(other, energy=-27.1, forces=np.full((8, 3), 0.1), stress=stress)
+    ase.io.write("good.extxyz", [labelled, other])
+    result = command("check", "good.extxyz")
+    assert (result.code, result.out.splitlines()[-1]) == (0, "fit to train on")
+    other.calc.results["forces"][2, 0] = np.nan
+    ase.io.write("bad.extxyz", [labelled, other])
+    result = command("check", "bad.extxyz")
+    assert result.code == 1
+    assert "not fit to train on" in result.out
+    assert command("check", "absent.extxyz").code == 2

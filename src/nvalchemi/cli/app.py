@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from nvalchemi import __version__
-from nvalchemi.cli.files import convert, info
+from nvalchemi.cli.files import check, convert, info
 from nvalchemi.cli.md import md
 from nvalchemi.cli.models import models
 from nvalchemi.cli.relax import relax
@@ -37,5 +37,5 @@ def _root(  # pyright: ignore[reportUnusedFunction]
 ) -> None: ...
 
 
-for command in (relax, md, info, convert, models):
+for command in (relax, md, info, check, convert, models):
     app.command()(command)

@@ -1,4 +1,4 @@
-"""``nvalchemi info`` and ``nvalchemi convert``: what is in a file, and the same in another format."""
+"""``nvalchemi info``, ``check`` and ``convert``: what is in a file, whether to train on it, another format."""
 
 import math
 from collections import Counter
@@ -40,6 +40,29 @@ def info(
     if not summary.frames:
         raise InputError(f"{file}: no structure in it")
     typer.echo("\n".join(line.rstrip() for line in summary.lines(file)))
+
+
+def check(
+    file: Annotated[
+        Path,
+        typer.Argument(help="A data set to train on, in any format that `info` reads.", show_default=False),
+    ],
+) -> None:
+    """Say whether FILE is fit to train on.
+
+    Looks for missing labels, duplicates, overlapping atoms, outliers, values that are not finite, and a stress of the
+    wrong sign or unit. Exit code 1 when it is not fit.
+    """
+    from nvalchemi.cli.errors import InputError
+    from nvalchemi.data.check import check_dataset
+
+    try:
+        report = check_dataset(file)
+    except (OSError, ValueError) as error:
+        raise InputError(str(error)) from error
+    typer.echo("\n".join(report.lines()))
+    if not report.fit_to_train:
+        raise typer.Exit(1)
 
 
 def convert(
