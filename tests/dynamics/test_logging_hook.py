@@ -8,9 +8,10 @@ import torch
 from ase.build import bulk
 
 from nvalchemi import units
-from nvalchemi.data import AtomicData, Batch
-from nvalchemi.dynamics import NVE, DynamicsStage, NVTLangevin, initialize_velocities
+from nvalchemi.data import AtomicData, Batch, InMemoryDataset
+from nvalchemi.dynamics import NVE, DynamicsStage, NVTLangevin, SizeAwareSampler, initialize_velocities
 from nvalchemi.dynamics.hooks import LoggingHook
+from nvalchemi.dynamics.sinks import HostMemory
 from nvalchemi.hooks import DynamicsContext
 from nvalchemi.models.lj import LennardJonesModelWrapper
 
@@ -196,6 +197,38 @@ def test_log_with_other_columns_is_not_mixed_up(tmp_path):
     with pytest.raises(ValueError, match="step,mine"):
         nve(LoggingHook(log_path="log.csv")).run(argon_batch(), n_steps=1)
     assert (tmp_path / "log.csv").read_text() == "step,mine\n0,1\n"
+
+
+def test_csv_of_molecules_before_crystals_from_a_sampler_keeps_its_columns():
+    crystal = argon_batch()[0]
+    positions = 4.0 * torch.arange(5, dtype=torch.float64)[:, None] * torch.tensor([0.0, 0.0, 1.0])
+    molecule = AtomicData(positions=positions, atomic_numbers=torch.full((5,), 18))
+    engine = NVE(
+        LennardJonesModelWrapper(epsilon=0.0104, sigma=3.40, cutoff=8.5),
+        dt=2.0,
+        n_steps=2,
+        sampler=SizeAwareSampler(InMemoryDataset([molecule, crystal]), max_batch_size=1),
+        sinks=[HostMemory()],
+        hooks=[LoggingHook(log_path="log.csv")],
+    )
+    engine.run()
+    rows = read_rows("log.csv")
+    assert [row["system_id"] for row in rows] == ["0", "0", "1", "1"]
+    assert [row["volume"] for row in rows[:2]] == ["", ""]
+    assert [float(row["volume"]) for row in rows[2:]] == pytest.approx([5.3**3] * 2)
+
+
+def test_column_that_appears_in_mid_run_is_refused_in_csv_by_name():
+    batch = argon_batch()
+    molecule = batch[2:]
+    molecule.remove_key("cell")
+    nve().run(batch, n_steps=1)
+    nve().run(molecule, n_steps=1)
+    hook = LoggingHook(log_path="log.csv")
+    hook(DynamicsContext(batch=molecule), DynamicsStage.AFTER_STEP)
+    hook(DynamicsContext(batch=batch), DynamicsStage.AFTER_STEP)
+    with pytest.raises(ValueError, match=r"no columns for \['pressure', 'volume'\]"):
+        hook.close()
 
 
 def test_jsonl_is_valid_json_with_null_for_what_a_molecule_does_not_have():

@@ -31,3 +31,11 @@ class SimulationWorkflow(Protocol):
     def max_force(self, batch: Batch) -> Tensor:
         """Largest norm of what is driven to zero in each graph, eV/Å, ``[B]``."""
         ...
+
+
+@runtime_checkable
+class FedWorkflow(Protocol):
+    """An engine that can take structures from a sampler, as every :class:`~nvalchemi.dynamics.BaseDynamics` can."""
+
+    sampler: object | None
+    """Where further structures come from, of which any may have a cell; ``None`` when the batch is all there is."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data import Batch
-from nvalchemi.dynamics.hooks._context import SimulationWorkflow, dynamics_context
+from nvalchemi.dynamics.hooks._context import FedWorkflow, SimulationWorkflow, dynamics_context
 from nvalchemi.dynamics.hooks._tensorboard import TensorBoardWriter
 from nvalchemi.dynamics.restart import cut_back, position_to_resume
 from nvalchemi.dynamics.stages import DynamicsStage
@@ -36,11 +36,12 @@ class LoggingHook:
     """Write one row per active structure: step, time, energy, largest force, temperature and more.
 
     The columns are ``step, time, graph_idx, system_id, status, energy, fmax``, then ``temperature`` if there
-    are velocities, ``pressure, volume`` if there is a cell, and the custom scalars. Units: fs, eV, eV/Å, K,
-    eV/Å³, Å³. A quantity that a structure does not have (the volume of a molecule, the time of a minimiser)
-    is left empty (``null`` in jsonl). Time, fmax and the degrees of freedom of the temperature are those of the
-    engine (``elapsed_time``, ``max_force``, ``conserves_momentum``); an engine of your own without these has no
-    time, the largest force as fmax, and the default rule of :mod:`nvalchemi.dynamics.thermo`.
+    are velocities, ``pressure, volume`` if there is a cell or structures come from a sampler, and the custom
+    scalars. Units: fs, eV, eV/Å, K, eV/Å³, Å³. A quantity that a structure does not have (the volume of a
+    molecule, the time of a minimiser) is left empty (``null`` in jsonl). Time, fmax and the degrees of freedom
+    of the temperature are those of the engine (``elapsed_time``, ``max_force``, ``conserves_momentum``); an
+    engine of your own without these has no time, the largest force as fmax, and the default rule of
+    :mod:`nvalchemi.dynamics.thermo`.
 
     The scalars are computed where the batch is; a thread fetches and writes them and flushes the file after
     every record, so that a killed run loses at most the record being written. A further ``run``, and a
@@ -175,7 +176,9 @@ class LoggingHook:
         }
         if "velocities" in batch:
             columns["temperature"] = temperature(batch, engine is None or engine.conserves_momentum)
-        if "cell" in batch:
+        # Crystals may follow molecules from a sampler; a csv file cannot take up columns later.
+        fed = isinstance(ctx.workflow, FedWorkflow) and ctx.workflow.sampler is not None
+        if fed or "cell" in batch:
             columns["pressure"], columns["volume"] = pressure(batch), volume(batch)
         for name, function in self.custom_scalars.items():
             if name in columns:
@@ -236,10 +239,15 @@ class _CsvBackend:
         header = io.StringIO()
         csv.writer(header).writerow(names)
         self.file = _open_for_append(path, header.getvalue())
-        self.writer = csv.writer(self.file)
+        self.writer = csv.DictWriter(self.file, names, restval="", extrasaction="ignore")
 
     def write(self, rows: list[Row]) -> None:
-        self.writer.writerows(row.values() for row in rows)
+        if rows and (new := rows[0].keys() - set(self.writer.fieldnames)):
+            raise ValueError(
+                f"log {self.file.name} has no columns for {sorted(new)}, which the batch got in mid-run: log to a "
+                f"new log_path, or with backend='jsonl', where every row carries its names"
+            )
+        self.writer.writerows(rows)
         self.file.flush()
 
     def close(self) -> None:
