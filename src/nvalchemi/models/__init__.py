@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nvalchemi.models.chgnet import CHGNetWrapper
     from nvalchemi.models.demo import DemoModel, DemoModelWrapper
     from nvalchemi.models.lj import LennardJonesModelWrapper
+    from nvalchemi.models.mace import MACEWrapper
     from nvalchemi.models.painn import PaiNN
     from nvalchemi.models.sevennet import SevenNetWrapper
     from nvalchemi.models.sum import SumModel
@@ -33,6 +34,7 @@ __all__ = [
     "DemoModel",
     "DemoModelWrapper",
     "LennardJonesModelWrapper",
+    "MACEWrapper",
     "ModelConfig",
     "NeighborConfig",
     "NeighborListFormat",
@@ -53,6 +55,7 @@ _MODULES = {
     "DemoModel": "demo",
     "DemoModelWrapper": "demo",
     "LennardJonesModelWrapper": "lj",
+    "MACEWrapper": "mace",
     "ModelConfig": "base",
     "NeighborConfig": "base",
     "NeighborListFormat": "base",

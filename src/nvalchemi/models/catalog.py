@@ -105,8 +105,8 @@ def load_model(
     Parameters
     ----------
     name_or_path : str or path
-        A name of :func:`available_models`, or a file: what ``export_model`` wrote, a SevenNet or a CHGNet checkpoint. A
-        file other than safetensors is unpickled, which can run code: load only files you trust.
+        A name of :func:`available_models`, or a file: what ``export_model`` wrote, a SevenNet or CHGNet checkpoint,
+        or a MACE model. A file other than safetensors is unpickled, which can run code: load only files you trust.
     device : torch.device or str, optional
         Where to put it; default: the CPU.
     dtype : torch.dtype, optional
@@ -156,6 +156,10 @@ def _load_file(path: Path, options: _Options) -> BaseModelMixin:
         content: Any = torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:
         raise ValueError(f"{path} cannot be read as a model file: {error}") from error
+    if type(content).__module__.split(".")[0] == "mace":
+        from nvalchemi.models.mace import MACEWrapper
+
+        return MACEWrapper(content, **options)
     if isinstance(content, BaseModelMixin) and isinstance(content, nn.Module):
         return content.to(**options).eval()
     if isinstance(content, dict):
@@ -164,6 +168,6 @@ def _load_file(path: Path, options: _Options) -> BaseModelMixin:
         if isinstance(content.get("model"), dict) and "model_args" in content["model"]:
             return _chgnet(str(path))(options)
     raise ValueError(
-        f"{path} holds a {type(content).__name__}, not a model: expected what export_model wrote, or a SevenNet or "
-        "CHGNet checkpoint"
+        f"{path} holds a {type(content).__name__}, not a model: expected what export_model wrote, a SevenNet or CHGNet "
+        "checkpoint, or a MACE model"
     )
