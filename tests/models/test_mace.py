@@ -103,7 +103,8 @@ def test_file_loads_by_path_and_gives_the_same(tmp_path, molecules, make_batch):
     loaded = load_model(tmp_path / "small.model")
     assert isinstance(loaded, MACEWrapper)
     batch = make_batch(molecules, model)
-    torch.testing.assert_close(loaded(batch), model(batch), rtol=0, atol=0)
+    # TorchScript fuses after some calls, which changes the last bits.
+    torch.testing.assert_close(loaded(batch), model(batch), rtol=1e-12, atol=1e-13)
 
 
 def test_float32_model_on_a_float64_batch(molecules, make_batch):
