@@ -1,4 +1,9 @@
-"""Run every benchmark in this folder and rewrite RESULTS.md from the JSON lines that they print."""
+"""Run the benchmarks in this folder and rewrite RESULTS.md from the JSON lines that they print.
+
+Those that take many minutes and gigabytes of disk (LONG below) run only with ``--long``:
+
+    python benchmarks/run_all.py --long
+"""
 
 import datetime
 import json
@@ -9,6 +14,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+LONG = ("files_kill", "files_million")
 KEYS = ("name", "size", "threads", "value", "unit", "ratio", "against")
 
 
@@ -23,15 +29,19 @@ def cases(script: Path) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    scripts = [script for script in sorted(HERE.glob("*.py")) if script.name != Path(__file__).name]
+    left_out = {Path(__file__).stem, "compare", *(() if "--long" in sys.argv[1:] else LONG)}
+    scripts = [script for script in sorted(HERE.glob("*.py")) if script.stem not in left_out]
     lines = [
         "# Results",
         f"Written by `make bench` on {datetime.date.today()}: {platform.machine()}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}.",
     ]
     for script in scripts:
+        found = cases(script)
+        if not found:  # such as that for a GPU where there is none
+            continue
         lines += ["", f"## {script.stem}", "| " + " | ".join(KEYS) + " |", "|" + "---|" * len(KEYS)]
-        lines += ["| " + " | ".join(str(case.get(key, "")) for key in KEYS) + " |" for case in cases(script)]
+        lines += ["| " + " | ".join(str(case.get(key, "")) for key in KEYS) + " |" for case in found]
     (HERE / "RESULTS.md").write_text("\n".join(lines) + "\n")
 
 

@@ -1,11 +1,14 @@
 """Cases from the field: structures, files, batches."""
 
 import ase.io
+import numpy as np
 import pytest
 import torch
 from ase.build import bulk, molecule
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.constraints import FixAtoms
 
-from nvalchemi.data import AtomicData, read
+from nvalchemi.data import AtomicData, read, write
 from nvalchemi.dynamics import NVE
 from nvalchemi.dynamics.hooks import SnapshotHook
 from nvalchemi.dynamics.sinks import ExtxyzTrajectory
@@ -17,6 +20,53 @@ def test_molecule_without_calculator_has_neither_cell_nor_labels():
     assert set(data.keys()) == {"positions", "atomic_numbers", "atomic_masses", "pbc"}
     assert data.pbc.tolist() == [[False, False, False]]
     assert not data.to_atoms().cell[:].any()
+
+
+@pytest.mark.parametrize("suffix", ["extxyz", "traj", "db", "json", "aselmdb", "zarr"])
+def test_file_data_to_atoms_file_gives_the_same_set(suffix):
+    if suffix == "aselmdb":
+        pytest.importorskip("ase_db_backends", reason="LMDB comes with the package ase-db-backends")
+    atoms = molecule("CH3OH", vacuum=4.0)
+    atoms.pbc = [True, True, False]
+    atoms.set_momenta(np.linspace(-1, 1, 18).reshape(6, 3))
+    atoms.set_tags([0, 1, 2, 0, 1, 2])
+    atoms.set_initial_charges(np.linspace(-0.5, 0.5, 6))
+    atoms.set_constraint(FixAtoms([1, 4]))
+    atoms.info = {"charge": -1, "spin": 2, "name": "methanol", "scan": np.array([1.5, 2.5])}
+    atoms.calc = SinglePointCalculator(atoms, energy=-3.5, forces=atoms.positions - 1, stress=np.arange(6.0))
+    ase.io.write("start.extxyz", atoms)
+    (data,) = read("start.extxyz", dtype=torch.float64)
+    write(f"there.{suffix}", data)
+    (back,) = read(f"there.{suffix}", dtype=torch.float64)
+    write("end.extxyz", back)
+    start, end = ase.io.read("start.extxyz"), ase.io.read("end.extxyz")
+    assert set(start.arrays) == set(end.arrays)
+    for name, array in start.arrays.items():
+        np.testing.assert_allclose(end.arrays[name], array, atol=1e-8, err_msg=name)
+    assert start.info.keys() == end.info.keys()
+    assert all(np.all(start.info[name] == end.info[name]) for name in start.info)
+    assert (start.cell == end.cell).all()
+    assert (start.pbc == end.pbc).all()
+    assert [c.todict() for c in start.constraints] == [c.todict() for c in end.constraints]
+    for name, value in start.calc.results.items():
+        np.testing.assert_allclose(end.calc.results[name], value, atol=1e-8, err_msg=name)
+    assert (back.charge.item(), back.spin.item(), back.info["name"]) == (-1, 2, "methanol")
+
+
+@pytest.mark.parametrize("suffix", ["extxyz", "db", "json", "zarr"])
+def test_custom_atom_field_survives_files_that_have_a_place_for_it(suffix):
+    data = AtomicData.from_atoms(molecule("H2O"))
+    data.add_node_property("shielding", torch.rand(3, 2))
+    write(f"a.{suffix}", [data, data])
+    for back in read(f"a.{suffix}"):
+        assert torch.allclose(back.shielding, data.shielding, atol=1e-7)
+
+
+def test_custom_atom_field_lost_in_a_trajectory_file_is_named():
+    data = AtomicData.from_atoms(molecule("H2O"))
+    data.add_node_property("shielding", torch.rand(3, 2))
+    with pytest.warns(UserWarning, match=r"a\.traj: format 'traj' has no place for .* shielding"):
+        write("a.traj", data)
 
 
 def test_charge_and_spin_survive_collate_index_append_a_step_and_a_snapshot(argon, chain, join):

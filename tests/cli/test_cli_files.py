@@ -1,10 +1,18 @@
 import ase.io
 import numpy as np
 import pytest
+import torch
 from ase.build import bulk, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from nvalchemi.cli import main
+from nvalchemi.data import AtomicData, Batch, DataLoader, InMemoryDataset, write
+from nvalchemi.dynamics import NVE, DynamicsStage
+from nvalchemi.dynamics.hooks import SnapshotHook
+from nvalchemi.dynamics.sinks import ZarrData
+from nvalchemi.models.lj import LennardJonesModelWrapper
+from nvalchemi.models.painn import PaiNN
+from nvalchemi.training import CheckpointHook, EnergyMAELoss, OptimizerConfig, TrainingStrategy
 
 
 @pytest.fixture
@@ -166,3 +174,125 @@ def test_check_says_whether_a_file_is_fit_to_train_on(command, labelled):
     assert result.code == 1
     assert "not fit to train on" in result.out
     assert command("check", "absent.extxyz").code == 2
+
+
+# ---------------------------------------------------------------------- stores, checkpoints, states of runs
+def argon_trajectory():
+    """Two systems in turns, three frames of 0 and two of 1, and a restart file."""
+    crystals = [AtomicData.from_atoms(bulk("Ar", a=a, cubic=True), dtype=torch.float64) for a in (5.3, 5.4)]
+    batch = Batch.from_data_list(crystals)
+    model = LennardJonesModelWrapper(epsilon=0.0104, sigma=3.40, cutoff=8.5)
+
+    class StopSecond:
+        frequency, stage = 1, DynamicsStage.AFTER_STEP
+
+        def __call__(self, ctx, stage):
+            ctx.batch.status.masked_fill_((ctx.batch.system_id == 1) & (ctx.batch.system_step == 2), 1)
+
+    NVE(model, 1.0, hooks=[StopSecond(), SnapshotHook(ZarrData("path.zarr"))]).run(
+        batch, 3, restart="run.state"
+    )
+
+
+def test_info_on_a_store_tells_how_it_is_stored(command):
+    argon_trajectory()
+    text = " ".join(command("info", "path.zarr").out.split())
+    for words in (
+        "frames 5",
+        "atoms 20, per frame 4",
+        "elements Ar 20",
+        "trajectories 2 systems, frames of each 2 … 3",
+        "labels energy in all, forces in all, stress in all",
+        "positions node [n, 3] float64",
+        "chunks of 10922 rows, zstd+crc32c",
+    ):
+        assert words in text
+
+
+def test_info_on_a_store_counts_labels_that_some_lack(command):
+    frames = [AtomicData(torch.zeros(1, 3), [18], energy=-1.0), AtomicData(torch.zeros(1, 3), [2])]
+    write("set.zarr", frames)
+    text = " ".join(command("info", "set.zarr").out.split())
+    assert "labels energy in 1 of 2 frames, forces in none, stress in none" in text
+    assert "elements He 1, Ar 1" in text
+
+
+def test_info_on_a_store_reads_none_of_the_large_arrays(command, tmp_path):
+    write("set.zarr", [AtomicData(torch.rand(2, 3), [18, 18], energy=-1.0, forces=torch.rand(2, 3))])
+    for name in ("positions", "forces"):
+        (tmp_path / f"set.zarr/node/{name}/c/0/0").write_bytes(b"damaged")
+    assert command("info", "set.zarr").code == 0
+
+
+def test_info_on_the_state_of_a_run(command):
+    argon_trajectory()
+    text = " ".join(command("info", "run.state").out.split())
+    for words in (
+        "state of NVE with LennardJonesModelWrapper, intact",
+        "made 3 steps of run 1",
+        "dt 1.0",
+        "status 0 ×1, 1 ×1",
+        "velocities node [n, 3]",
+    ):
+        assert words in text
+
+
+def test_info_on_a_damaged_state_is_an_error(command, tmp_path):
+    argon_trajectory()
+    content = bytearray((tmp_path / "run.state").read_bytes())
+    content[-10] ^= 1
+    (tmp_path / "run.state").write_bytes(content)
+    result = command("info", "run.state")
+    assert result.code == 2
+    assert "damaged" in result.err
+
+
+def test_info_on_checkpoints_names_the_newest_intact_one(command, tmp_path):
+    data = [AtomicData(torch.rand(2, 3), [1, 1], energy=-1.0, forces=torch.zeros(2, 3)) for _ in range(4)]
+    model = PaiNN(hidden_dim=8)
+    strategy = TrainingStrategy(
+        model,
+        OptimizerConfig(torch.optim.AdamW, {"lr": 1e-3}),
+        EnergyMAELoss(),
+        num_epochs=3,
+        hooks=[CheckpointHook("checkpoints")],
+    )
+    strategy.run(DataLoader(InMemoryDataset(data), batch_size=2))
+    text = " ".join(command("info", "checkpoints").out.split())
+    numbers = sum(t.numel() for t in model.state_dict().values())
+    for words in (
+        "newest epoch-3, intact",
+        "trained 6 steps",
+        f"main: PaiNN, {numbers} numbers",
+        "AdamW, lr 0.001",
+    ):
+        assert words in text
+    assert "checkpoint intact trained 2 steps" in " ".join(command("info", "checkpoints/epoch-1").out.split())
+    weights = tmp_path / "checkpoints/epoch-1/model-main.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    result = command("info", "checkpoints/epoch-1")
+    assert (result.code, "model-main.safetensors is not what was written" in result.err) == (2, True)
+
+
+def test_info_on_any_other_directory_is_an_error(command, tmp_path):
+    assert "neither a Zarr store nor one with checkpoints" in command("info", tmp_path).err
+
+
+def test_convert_takes_one_trajectory_out_of_a_run_of_many(command):
+    argon_trajectory()
+    assert command("convert", "path.zarr", "all.extxyz").out == "all.extxyz: 5 structures\n"
+    for source in ("path.zarr", "all.extxyz"):
+        assert command("convert", source, "one.extxyz", "--system", 1, "--overwrite").code == 0
+        frames = ase.io.read("one.extxyz", ":")
+        assert [(f.info["system_id"], f.info["system_step"]) for f in frames] == [(1, 1), (1, 2)]
+    result = command("convert", "path.zarr", "none.extxyz", "--system", 7)
+    assert (result.code, "no frame of system_id 7" in result.err) == (2, True)
+    result = command("convert", "all.extxyz", "none.extxyz", "--system", 7)
+    assert (result.code, "--system 7 chooses no frame" in result.err) == (2, True)
+
+
+def test_convert_says_which_suffixes_there_are(command, labelled):
+    ase.io.write("in.extxyz", labelled)
+    result = command("convert", "in.extxyz", "out.something")
+    assert result.code == 2
+    assert ".extxyz, .traj, .cif, .db or .zarr" in result.err

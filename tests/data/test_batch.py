@@ -475,3 +475,14 @@ def test_describing_a_graph(batch):
     assert batch.describe_graph(1) == "graph 1"
     batch.system_id = torch.tensor([[4], [17], [5], [6]])
     assert batch.describe_graph(1) == "graph 1 (system_id 17)"
+
+
+def test_labels_wider_than_the_positions_in_some_graphs_are_an_error():
+    narrow = AtomicData(positions=torch.zeros(1, 3), atomic_numbers=[1], forces=torch.zeros(1, 3))
+    wide = Batch.from_data_list([narrow])
+    wide.forces = wide.forces.double()
+    assert Batch.from_data_list([wide, wide]).forces.dtype == torch.float64
+    with pytest.raises(
+        ValueError, match=r"'forces' has different dtypes: torch\.float32 in graph 0; torch\.float64"
+    ):
+        Batch.from_data_list([narrow, wide])

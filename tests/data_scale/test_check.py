@@ -150,6 +150,14 @@ def test_stress_with_wrong_sign_or_unit(sound, factor, kind, words):
     assert words in report.problems[0].message
 
 
+def test_stress_in_gpa_is_noticed_at_a_single_volume_too(sound):
+    frames = [crystal(0.05, k) for k in range(12)]
+    assert kinds(frames) == {}
+    for data in frames:
+        data.stress /= units.GPa
+    assert kinds(frames) == {"stress unit": ()}
+
+
 def test_stress_that_is_not_symmetric_is_a_warning(sound):
     sound[1].stress[0, 0, 1] = 0.01
     assert kinds(sound, "warning") == {"stress": (1,)}

@@ -1,6 +1,7 @@
 """Datasets give the same structures whatever they are kept in; splits and samplers repeat."""
 
 import pickle
+import sys
 from itertools import pairwise
 
 import ase.db
@@ -13,6 +14,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.data.datasets import Dataset, InMemoryDataset, MultiDataset, StructureDataset, split
 from nvalchemi.data.io import write
+from nvalchemi.data.loader import DataLoader
 from nvalchemi.data.samplers import (
     BalancedSampler,
     BudgetBatcher,
@@ -33,7 +35,7 @@ def structure(i: int) -> AtomicData:
     )
 
 
-@pytest.fixture(params=["zarr", "extxyz", "db", "memory", "subset", "multi"])
+@pytest.fixture(params=["zarr", "extxyz", "db", "aselmdb", "memory", "subset", "multi"])
 def dataset(request, tmp_path) -> StructureDataset:
     data = [structure(i) for i in range(20)]
     match request.param:
@@ -43,12 +45,14 @@ def dataset(request, tmp_path) -> StructureDataset:
         case "extxyz":
             write(tmp_path / "s.extxyz", data)
             return Dataset(tmp_path / "s.extxyz")
-        case "db":
-            with ase.db.connect(tmp_path / "s.db") as connection:
+        case "db" | "aselmdb":
+            if request.param == "aselmdb":
+                pytest.importorskip("ase_db_backends", reason="LMDB comes with the package ase-db-backends")
+            with ase.db.connect(tmp_path / f"s.{request.param}") as connection:
                 for frame in [structure(99), *data]:
                     connection.write(frame.to_atoms(), number=frame.info["number"])
                 del connection[1]
-            return Dataset(tmp_path / "s.db")
+            return Dataset(tmp_path / f"s.{request.param}")
         case "subset":
             return InMemoryDataset([*data, *data]).select(range(19, -1, -1)).select(range(19, -1, -1))
         case "multi":
@@ -84,6 +88,23 @@ def test_sizes_are_known_without_edges(dataset):
 def test_a_pickled_dataset_reads_the_same(dataset):
     copy = pickle.loads(pickle.dumps(dataset))
     assert torch.equal(copy[11].positions, dataset[11].positions)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_reads_every_source_in_worker_processes_too(dataset, workers):
+    # Read here first: connections that this process holds must not reach the others.
+    assert dataset[0].num_nodes == 1
+    loader = DataLoader(dataset, 4, shuffle=True, num_workers=workers)
+    found = [info["number"] for batch in loader for info in batch.info]
+    assert found == ShuffleSampler(20).order(0).tolist()
+    assert dataset[1].num_nodes == 2
+
+
+def test_missing_lmdb_package_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ase_db_backends", None)
+    (tmp_path / "s.aselmdb").touch()
+    with pytest.raises(ImportError, match=r"nvalchemi\[lmdb\]"):
+        Dataset(tmp_path / "s.aselmdb")
 
 
 def test_stored_edges_are_counted():

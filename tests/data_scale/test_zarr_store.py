@@ -501,6 +501,44 @@ def test_damaged_shard_is_named(tmp_path):
         AtomicDataZarrReader(tmp_path / "s.zarr")[:]
 
 
+@pytest.mark.parametrize("how", ["truncated", "no record", "half a record"])
+def test_damaged_root_is_named_by_readers_and_writers(tmp_path, how):
+    path = tmp_path / "s.zarr"
+    write_zarr(path, [structure(1), structure(2)])
+    text = (path / "zarr.json").read_text()
+    root = json.loads(text)
+    if how == "no record":
+        del root["attributes"]["nvalchemi"]
+    elif how == "half a record":
+        del root["attributes"]["nvalchemi"]["signatures"]
+    (path / "zarr.json").write_text(text[:100] if how == "truncated" else json.dumps(root))
+    for use in (AtomicDataZarrReader, AtomicDataZarrWriter):
+        with pytest.raises(ValueError, match=r"s\.zarr"):
+            use(path)
+
+
+def test_frames_of_a_system_come_by_its_steps(tmp_path):
+    frames = [structure(i) for i in range(6)]
+    for frame, (system, step) in zip(frames[1:], [(4, 2), (0, 0), (4, 0), (0, 1), (4, 1)], strict=True):
+        frame.system_id, frame.system_step = torch.tensor([[system]]), torch.tensor([[step]])
+    write_zarr(tmp_path / "s.zarr", frames)
+    reader = AtomicDataZarrReader(tmp_path / "s.zarr")
+    assert reader.system_ids() == [0, 4]
+    # Frame 0 belongs to no system, although its row holds a 0.
+    assert reader.trajectory_index(0).tolist() == [2, 4]
+    assert [frame.info["number"] for frame in reader.trajectory(4)] == [3, 5, 1]
+    assert [frame.info["number"] for frame in read(tmp_path / "s.zarr", system_id=4)] == [3, 5, 1]
+    assert reader.read(reader.trajectory_index(4)).system_step[:, 0].tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"s\.zarr has no frame of system_id 7"):
+        reader.trajectory(7)
+    with pytest.raises(ValueError, match="not both"):
+        read(tmp_path / "s.zarr", 0, system_id=4)
+
+
+def test_store_without_systems_has_no_trajectories(store):
+    assert AtomicDataZarrReader(store).system_ids() == []
+
+
 def test_chunk_of_zeros_that_is_lost_does_not_read_as_zeros(tmp_path):
     data = [AtomicData(positions=torch.zeros(4, 3), atomic_numbers=torch.ones(4).long()) for _ in range(40)]
     with AtomicDataZarrWriter(tmp_path / "s.zarr", chunk_bytes=256) as writer:

@@ -114,6 +114,27 @@ def test_restored_zarr_sink_does_not_write_again_what_is_there():
         ZarrData("out.zarr").load_state_dict({"count": 9})
 
 
+def test_restored_zarr_trajectory_has_each_frame_once():
+    def frames(step):
+        batch = _batch((1, 2))
+        batch.system_step = torch.full((2, 1), step)
+        return batch
+
+    sink = ZarrData("path.zarr")
+    sink.write(frames(0))
+    saved = sink.state_dict()
+    for step in (1, 2):
+        sink.write(frames(step))
+    sink.close()
+    restarted = ZarrData("path.zarr")
+    restarted.load_state_dict(saved)
+    for step in (1, 2, 3):
+        restarted.write(frames(step))
+    back = restarted.read()
+    assert back.system_step[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert back.system_id[:, 0].tolist() == [0, 1] * 4
+
+
 @pytest.mark.parametrize("kind", ["host", "buffer"])
 def test_memory_sinks_come_back_from_their_state(kind):
     sink, other = _sink(kind), _sink(kind)

@@ -1,12 +1,14 @@
 import ase.io
 import numpy as np
+import pytest
 import torch
 from ase.build import bulk
 
-from nvalchemi.data import AtomicData, Batch
-from nvalchemi.dynamics import NVE, DynamicsStage, initialize_velocities
+from nvalchemi.data import AtomicData, AtomicDataZarrReader, Batch, read
+from nvalchemi.dynamics import NVE, DynamicsStage, SizeAwareSampler, initialize_velocities
 from nvalchemi.dynamics.hooks import SnapshotHook
-from nvalchemi.dynamics.sinks import ExtxyzTrajectory, SnapshotSink
+from nvalchemi.dynamics.hooks.snapshot import ALWAYS_KEPT
+from nvalchemi.dynamics.sinks import ExtxyzTrajectory, HostMemory, SnapshotSink, ZarrData
 from nvalchemi.models.lj import LennardJonesModelWrapper
 
 
@@ -122,3 +124,87 @@ def test_frames_are_on_disk_while_the_run_goes_on():
 
 def test_trajectory_is_a_sink():
     assert isinstance(ExtxyzTrajectory("a.extxyz"), SnapshotSink)
+
+
+# ---------------------------------------------------------------------- chosen fields
+def test_named_fields_are_what_a_frame_has_beside_who_where_and_when():
+    for fields, more in (([], set()), (["energy", "velocities"], {"energy", "velocities"})):
+        sink = HostMemory()
+        nve(SnapshotHook(sink, frequency=3, fields=fields)).run(argon_batch(2), n_steps=4)
+        assert set(sink.read().keys()) == {*ALWAYS_KEPT, *more}
+        assert sink.read().system_step[:, 0].tolist() == [1, 1, 4, 4]
+
+
+def test_custom_field_goes_into_every_kind_of_file():
+    class Coordination:
+        frequency, stage = 1, DynamicsStage.AFTER_COMPUTE
+
+        def __call__(self, ctx, stage):
+            ctx.batch.add_key("coordination", ctx.batch.num_neighbors.long(), "node")
+
+    sinks = ZarrData("path.zarr"), ExtxyzTrajectory("path.extxyz")
+    batch = argon_batch(2)
+    nve(Coordination(), *(SnapshotHook(sink, fields=["coordination"]) for sink in sinks)).run(
+        batch, n_steps=2
+    )
+    for file in ("path.zarr", "path.extxyz"):
+        frames = read(file, dtype=torch.float64)
+        assert [frame.num_nodes for frame in frames] == [4] * 4
+        assert torch.equal(frames[-1].coordination, batch[1].coordination)
+        assert torch.allclose(frames[-1].positions, batch[1].positions, atol=1e-7)
+        assert torch.equal(frames[-1].cell, batch[1].cell)
+        assert "energy" not in frames[-1]
+
+
+def test_field_that_is_not_there_is_named_at_the_first_snapshot():
+    with pytest.raises(ValueError, match=r"is to write charges, which the batch lacks; it has positions"):
+        nve(SnapshotHook(HostMemory(), fields=["charges", "energy"])).run(argon_batch(1), n_steps=5)
+
+
+def test_fields_that_no_file_keeps_are_refused():
+    with pytest.raises(ValueError, match="'neighbor_matrix' is working state"):
+        SnapshotHook(HostMemory(), fields=["neighbor_matrix"])
+    with pytest.raises(TypeError, match=r"fields=\['energy'\]"):
+        SnapshotHook(HostMemory(), fields="energy")
+
+
+# ---------------------------------------------------------------------- graphs that come and go
+@pytest.mark.parametrize("frequency", [1, 4, 100])
+def test_trajectory_of_each_system_out_of_an_in_flight_run(frequency):
+    # Two at a time: 0 and 1 begin; 2 takes the room of the first to finish, 3 that of the second, …
+    finish = {0: 5, 1: 7, 2: 9, 3: 2, 4: 6}
+
+    class ConvergeByItself:
+        frequency, stage = 1, DynamicsStage.AFTER_STEP
+
+        def __call__(self, ctx, stage):
+            last = torch.tensor([[finish[i]] for i in ctx.batch.system_id[:, 0].tolist()])
+            ctx.batch.status.masked_fill_(ctx.batch.system_step >= last, 1)
+
+    sampler = SizeAwareSampler(argon_batch(5).to_data_list(), max_batch_size=2)
+    hooks = [SnapshotHook(ZarrData("path.zarr"), frequency), ConvergeByItself()]
+    model = LennardJonesModelWrapper(epsilon=0.0104, sigma=3.40, cutoff=8.5)
+    final = HostMemory()
+    NVE(model, dt=2.0, hooks=hooks, n_steps=1000, sampler=sampler, sinks=final).run()
+    reader = AtomicDataZarrReader("path.zarr")
+    assert reader.system_ids() == [0, 1, 2, 3, 4]
+    ended = {int(data.system_id): data for data in final.read()}
+    for system, last in finish.items():
+        path = list(reader.trajectory(system))
+        steps = [int(data.system_step) for data in path]
+        assert {int(data.system_id) for data in path} == {system}
+        assert steps[-1] == last
+        assert steps == sorted(set(steps))
+        if frequency == 1:
+            assert steps == list(range(1, last + 1))
+        assert torch.equal(path[-1].positions, ended[system].positions)
+
+
+def test_snapshots_end_with_their_hook():
+    sink = Recorder()
+    hook = SnapshotHook(sink, frequency=100)
+    engine = nve(hook, ConvergeAt([3]))
+    engine.remove_hook(hook)
+    engine.run(argon_batch(1), n_steps=5)
+    assert sink.frames == []
+    assert "LastSnapshotHook" not in engine.describe_hooks()

@@ -5,6 +5,7 @@ from copy import copy
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,12 +33,18 @@ Joined = tuple[
 
 def join_fields(parts: "Sequence[AtomicData | Batch]", *, missing: Literal["error", "fill"]) -> Joined:
     """Concatenate ``parts`` into what :meth:`Batch._make` takes."""
+    # A batch has thousands of small parts: loops over them run inside map and list.count where they can.
+    attributes = list(map(vars, parts))
     levels, scalars = parts[0]._levels, parts[0]._scalars
-    if any(part._levels != levels or part._scalars != scalars for part in parts):
+    same_levels, same_scalars = (
+        [a[key] for a in attributes].count(value) == len(parts)
+        for key, value in (("_levels", levels), ("_scalars", scalars))
+    )
+    if not (same_levels and same_scalars):
         parts = _with_same_fields(parts, missing)
+        attributes = list(map(vars, parts))
         levels, scalars = parts[0]._levels, parts[0]._scalars
-    attributes = [vars(part) for part in parts]
-    nodes = [a["positions"].shape[0] for a in attributes]
+    nodes = list(map(Tensor.numel, [a["atomic_numbers"] for a in attributes]))
     first_node = [0, *accumulate(nodes)]
     tensors: dict[str, Tensor] = {}
     for name in levels:
@@ -50,16 +57,20 @@ def join_fields(parts: "Sequence[AtomicData | Batch]", *, missing: Literal["erro
             column = _widened(name, column, nodes, first_node)
         tensors[name] = _concatenate(name, column, parts)
     device = tensors["positions"].device
-    ptr = _join_ptr([_ptr(part, n) for part, n in zip(parts, nodes, strict=True)], device)
+    if all(issubclass(kind, AtomicData) for kind in set(map(type, parts))):
+        ptr = torch.from_numpy(np.array(first_node, dtype=np.int64)).to(device)
+        info = [a["_info"] for a in attributes]
+    else:
+        ptr = _join_ptr([_ptr(part) for part in parts], device)
+        info = [i for part in parts for i in ([part._info] if isinstance(part, AtomicData) else part._info)]
     edge_ptr = None
     if "edge" in levels.values():
         edge_ptr = _join_ptr([_edge_ptr(part) for part in parts], device)
-    info = [i for part in parts for i in ([part._info] if isinstance(part, AtomicData) else part._info)]
     return ptr, edge_ptr, levels, tensors, scalars, info
 
 
-def _ptr(part: "AtomicData | Batch", nodes: int) -> int | Tensor:
-    return nodes if isinstance(part, AtomicData) else part.batch_ptr
+def _ptr(part: "AtomicData | Batch") -> int | Tensor:
+    return part.num_nodes if isinstance(part, AtomicData) else part.batch_ptr
 
 
 def _edge_ptr(part: "AtomicData | Batch") -> int | Tensor:
@@ -92,13 +103,8 @@ def _widened(name: str, column: list[Tensor], nodes: list[int], first_node: list
 
 
 def _concatenate(name: str, column: list[Tensor], parts: "Sequence[AtomicData | Batch]") -> Tensor:
-    # torch.cat would promote in silence; a charge may be 1 in one file and 0.5 in another.
-    if len({t.dtype for t in column}) > 1 and not (name in FIELDS and FIELDS[name].kind == "number"):
-        raise ValueError(
-            f"field {name!r} has different dtypes: {_where(column, parts, lambda t: str(t.dtype))}"
-        )
     try:
-        return torch.cat(column)
+        joined = torch.cat(column)
     except RuntimeError as error:
         if len({t.device for t in column}) > 1:
             raise ValueError(
@@ -108,6 +114,15 @@ def _concatenate(name: str, column: list[Tensor], parts: "Sequence[AtomicData | 
         raise ValueError(
             f"field {name!r} has different shapes behind its leading dimension: {shapes}"
         ) from error
+    # torch.cat promotes in silence. A charge may be 1 in one file and 0.5 in another, and floating-point fields are
+    # widened to the type of the positions everywhere; anything else is an error.
+    kind = FIELDS[name].kind if name in FIELDS else None
+    widened = kind == "float" and name != "positions" and joined.dtype == parts[0].dtype
+    if not widened and kind not in ("number", "bool") and len({t.dtype for t in column}) > 1:
+        raise ValueError(
+            f"field {name!r} has different dtypes: {_where(column, parts, lambda t: str(t.dtype))}"
+        )
+    return joined
 
 
 def _where(column: Sequence[Tensor], parts: "Sequence[AtomicData | Batch]", key: Any) -> str:

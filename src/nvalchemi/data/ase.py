@@ -61,8 +61,8 @@ _PLACED = frozenset(
         "initial_charges",
     ]
 )
-# What ASE's readers note for themselves; as a field it would keep a cif from joining a structure of another file.
-_BOOKKEEPING = frozenset(["spacegroup_kinds"])
+BOOKKEEPING = frozenset(["spacegroup_kinds"])
+"""What ASE's readers note for themselves; as a field it would keep a cif from joining a structure of another file."""
 _INFO_FIELDS = ("charge", "spin", "virial", "dipole")
 
 
@@ -277,7 +277,7 @@ class _Reader:
 
 def _fits(name: str, array: np.ndarray) -> bool:
     """Whether a per-atom array can be a node field: numbers, a usable name, and as the table says of that name."""
-    if array.dtype.kind not in "fiub" or not is_field_name(name) or name in _BOOKKEEPING:
+    if array.dtype.kind not in "fiub" or not is_field_name(name) or name in BOOKKEEPING:
         return False
     field = FIELDS.get(name)
     if field is None:
@@ -311,8 +311,8 @@ def to_atoms(data: AtomicData) -> Atoms:
         pbc=_numpy(data.pbc[0]) if "pbc" in data else None,
         info=info,
     )
-    masses = data.atomic_masses
-    if not torch.equal(
+    masses = data.get("atomic_masses")
+    if masses is not None and not torch.equal(
         masses, standard_masses(masses.dtype, masses.device).index_select(0, data.atomic_numbers)
     ):
         atoms.set_masses(_numpy(masses))  # pyright: ignore[reportArgumentType]

@@ -98,10 +98,11 @@ class Batch(FieldContainer):
         parts = list(data_list)
         if not parts:
             raise ValueError("Batch.from_data_list needs at least one structure")
-        for i, part in enumerate(parts):
-            if not isinstance(part, AtomicData | Batch):
+        for kind in set(map(type, parts)):
+            if not issubclass(kind, AtomicData | Batch):
+                i = next(i for i, part in enumerate(parts) if type(part) is kind)
                 raise TypeError(
-                    f"element {i} is a {type(part).__name__}, not an AtomicData (AtomicData.from_atoms converts)"
+                    f"element {i} is a {kind.__name__}, not an AtomicData (AtomicData.from_atoms converts)"
                 )
         batch = cls._make(*join_fields(parts, missing=missing))
         return batch if device is None else batch.to(device)
@@ -315,7 +316,7 @@ class Batch(FieldContainer):
                 moved = new - move.to(new.dtype).unsqueeze(-1)
                 new = moved if level == "edge" else torch.where(new >= self.num_nodes, nodes.shape[0], moved)
             tensors[name] = new
-        info = [self._info[i] for i in idx.tolist()]
+        info = list(map(self._info.__getitem__, idx.tolist()))
         return self._make(ptr, edge_ptr, self._levels, tensors, self._scalars, info)
 
     def select_range(self, start: int, stop: int) -> Self:

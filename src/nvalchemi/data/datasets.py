@@ -281,8 +281,8 @@ class Dataset(StructureDataset):
     Parameters
     ----------
     path : path, URL or zarr store
-        A Zarr store (``.zarr``, a URL or a store object), an ASE database (``.db``, and ``.aselmdb`` where the package
-        ``ase-db-backends`` is installed) or a file in (extended) xyz format.
+        A Zarr store (``.zarr``, a URL or a store object), an ASE database (``.db``, and ``.aselmdb`` with the
+        extra ``lmdb``) or a file in (extended) xyz format.
     dtype : torch.dtype, optional
         Floating-point type of the result. Default: as stored in Zarr, float32 for the others.
     **options
@@ -345,7 +345,8 @@ class Dataset(StructureDataset):
 
 
 def _open_source(path: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
-    from nvalchemi.data.sources import AseDatabase, XyzFile
+    from nvalchemi.data.databases import AseDatabase
+    from nvalchemi.data.sources import XyzFile
     from nvalchemi.data.zarr import AtomicDataZarrReader
 
     if not isinstance(path, str | os.PathLike):
@@ -361,8 +362,8 @@ def _open_source(path: Any, dtype: torch.dtype | None, options: dict[str, Any]) 
     if suffix in (".xyz", ".extxyz"):
         return XyzFile(text, dtype=dtype or torch.float32, **options)
     raise ValueError(
-        f"{text}: a dataset is a .zarr store, an ASE .db or an .xyz or .extxyz file; convert other formats with "
-        f"nvalchemi.data.write('…zarr', nvalchemi.data.iread({text!r}))"
+        f"{text}: a dataset is a .zarr store, an ASE .db or .aselmdb, or an .xyz or .extxyz file; convert "
+        f"other formats with nvalchemi.data.write('…zarr', nvalchemi.data.iread({text!r}))"
     )
 
 

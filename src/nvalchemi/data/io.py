@@ -1,10 +1,8 @@
 """Files: every format that ASE reads or writes, frame by frame."""
 
-import lzma
 import os
 import warnings
-import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,11 +11,12 @@ from itertools import count, islice
 from math import prod
 from operator import index as as_int
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 import torch
 
+from nvalchemi.data._xyz_text import BROKEN_FILE, xyz_texts
 from nvalchemi.data.atomic_data import AtomicData
 from nvalchemi.data.batch import Batch
 
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
     from ase import Atoms
 
 _TEXT_FORMATS = ("extxyz", "xyz")
-# What the decompressors raise on a damaged file.
-_BROKEN_FILE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+_DATABASES = ("db", "json")
 
 
 def iread(
@@ -41,6 +39,7 @@ def iread(
     fields: Mapping[str, str] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
+    system_id: int | None = None,
 ) -> Iterator[AtomicData]:
     """Read structures one at a time, so that a file of any length needs the memory of one frame.
 
@@ -59,6 +58,8 @@ def iread(
         a broken frame.
     energy_key, forces_key, stress_key, fields, device, dtype
         As in :func:`nvalchemi.data.ase.from_atoms`.
+    system_id : int, optional
+        Only the frames of this system, out of the trajectories of a run of many; with the default ``index``.
 
     Yields
     ------
@@ -79,11 +80,13 @@ def iread(
     """
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+    if system_id is not None and index != ":":
+        raise ValueError("give index or system_id, not both")
     file = Path(path)
     if format == "zarr" or (format is None and _is_zarr(path)):
         from nvalchemi.data.zarr import iread_zarr
 
-        return iread_zarr(path, index, on_error=on_error, device=device, dtype=dtype)
+        return iread_zarr(path, index, on_error=on_error, device=device, dtype=dtype, system_id=system_id)
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not a file" if file.exists() else f"no such file: {file}")
     if file.stat().st_size == 0:
@@ -103,8 +106,16 @@ def iread(
         device=device,
         dtype=dtype,
     )
-    frames = _xyz_frames(file, kind, index) if kind in _TEXT_FORMATS else _ase_frames(file, kind, index)
-    return _convert(file, frames, convert, on_error, _LabelCheck(file, wanted))
+    if kind in _TEXT_FORMATS:
+        frames = _xyz_frames(file, kind, index)
+    elif kind in _DATABASES:
+        frames = _database_frames(file, kind, index)
+    else:
+        frames = _ase_frames(file, kind, index)
+    structures = _convert(file, frames, convert, on_error, _LabelCheck(file, wanted))
+    if system_id is None:
+        return structures
+    return (data for data in structures if data.info.get("system_id") == system_id)
 
 
 @overload
@@ -151,9 +162,9 @@ def write(
     path : path
         Where to; the suffix chooses the format unless ``format`` does.
     data : AtomicData, Batch or iterable of AtomicData
-        What to write; an iterable is consumed one structure at a time for xyz and extxyz. What a format has
-        no place for is lost: edges everywhere, ``info`` in db and json, nearly all but the geometry in cif
-        and POSCAR.
+        What to write; an iterable is consumed one structure at a time for xyz, extxyz and ASE's databases. What a
+        format has no place for is lost: edges everywhere, nearly all but the geometry in cif and POSCAR.
+        Per-atom fields that ASE does not know are lost in traj, with a warning.
     format : str, optional
         ASE's name of the format.
     append : bool, default False
@@ -192,16 +203,36 @@ def write(
     with _replacing(Path(os.path.realpath(file))) as temporary:
         if kind in _TEXT_FORMATS:
             return _write_xyz(temporary, "w", frames, kind)
+        if kind in _DATABASES:
+            from nvalchemi.data.databases import write_rows
+
+            return write_rows(os.fspath(temporary), kind, frames)
         import ase.io
         from ase.io.formats import ioformats
 
         atoms = list(frames)
+        if kind == "traj":
+            _warn_of_lost_arrays(file, atoms)
         if len(atoms) != 1 and ioformats[kind].single:
             raise ValueError(
                 f"{file}: format {kind!r} holds one structure, not {len(atoms)}; write extxyz or traj instead"
             )
         ase.io.write(temporary, atoms if len(atoms) != 1 else atoms[0], format=kind)
         return len(atoms)
+
+
+def _warn_of_lost_arrays(file: Path, frames: "Iterable[Atoms]") -> None:
+    from nvalchemi.data.ase import BOOKKEEPING
+    from nvalchemi.data.databases import COLUMNS
+
+    lost = sorted({name for atoms in frames for name in atoms.arrays.keys() - COLUMNS - BOOKKEEPING})
+    if lost:
+        warnings.warn(
+            f"{file}: format 'traj' has no place for the per-atom arrays {', '.join(lost)}, they are left out; "
+            ".extxyz, .db and .zarr keep them",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _is_zarr(path: str | os.PathLike[str]) -> bool:
@@ -235,7 +266,8 @@ def output_format(path: str | os.PathLike[str], format: str | None = None) -> st
         writable = ioformats[kind].can_write
     except (UnknownFileTypeError, KeyError) as error:
         raise ValueError(
-            f"{path}: no file format is known for this name; give format=… or a suffix like .extxyz"
+            f"{path}: no file format is known for this name; give it a suffix that says which, like .extxyz, .traj, "
+            ".cif, .db or .zarr, or name the format"
         ) from error
     if not writable:
         raise ValueError(f"{path}: format {kind!r} can be read but not written; use .extxyz")
@@ -302,7 +334,7 @@ def _detect(file: Path) -> str:
         return filetype(os.fspath(file))
     except UnknownFileTypeError as error:
         raise ValueError(f"{file}: not a structure file, or of a format that ASE does not know") from error
-    except (*_BROKEN_FILE, UnicodeDecodeError) as error:
+    except (*BROKEN_FILE, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: cannot be read: {error}") from error
 
 
@@ -367,22 +399,12 @@ def _ase_frames(file: Path, kind: str, index: int | str | slice) -> Iterator[Fra
 
 def _xyz_frames(file: Path, kind: str, index: int | str | slice) -> Iterator[Frame]:
     """Frames of an xyz or extxyz file, cut out as text so that a broken one does not hide those behind it."""
-    from ase.utils import string2index
-
-    chosen = string2index(index) if isinstance(index, str) else index
-    if not isinstance(chosen, slice):
-        try:
-            number = as_int(cast(int, chosen))
-        except TypeError:
-            raise ValueError(
-                f"{file}: index {index!r} does not choose frames; use an integer or start:stop:step"
-            ) from None
-        chosen = slice(number, number + 1 or None)
-    numbered = enumerate(_xyz_texts(file))
+    chosen = _as_slice(file, index)
+    numbered = enumerate(xyz_texts(file))
     bounds = (chosen.start, chosen.stop, chosen.step)
     if any(bound is not None and bound < 0 for bound in bounds):
         # Counting from the end needs the number of frames: one pass over the lines, nothing kept.
-        wanted = range(sum(1 for _ in _xyz_texts(file)))[chosen]
+        wanted = range(sum(1 for _ in xyz_texts(file)))[chosen]
         if wanted.step < 0:
             picked = {number: text for number, text in numbered if number in wanted}
             numbered = ((number, picked[number]) for number in wanted)
@@ -394,83 +416,45 @@ def _xyz_frames(file: Path, kind: str, index: int | str | slice) -> Iterator[Fra
         yield number, _failing(text) if isinstance(text, Exception) else partial(_parse_xyz, text, kind)
 
 
+def _database_frames(file: Path, kind: str, index: int | str | slice) -> Iterator[Frame]:
+    """Rows of an ASE database."""
+    from nvalchemi.data.databases import atoms_from_row, rows
+
+    chosen = _as_slice(file, index)
+    source = rows(os.fspath(file), kind, chosen)
+    number = chosen.start or 0
+    while True:
+        try:
+            number, row = next(source)
+        except StopIteration:
+            return
+        except ImportError:
+            raise
+        except Exception as error:  # handed on by the frame's own parse call
+            yield number, _failing(error)
+            return
+        yield number, partial(atoms_from_row, row)
+
+
+def _as_slice(file: Path, index: int | str | slice) -> slice:
+    from ase.utils import string2index
+
+    chosen = string2index(index) if isinstance(index, str) else index
+    if isinstance(chosen, slice):
+        return chosen
+    try:
+        number = as_int(cast(int, chosen))
+    except TypeError:
+        raise ValueError(
+            f"{file}: index {index!r} does not choose frames; use an integer or start:stop:step"
+        ) from None
+    return slice(number, number + 1 or None)
+
+
 def _parse_xyz(text: bytes, kind: str) -> "Atoms":
     import ase.io
 
     return cast("Atoms", ase.io.read(StringIO(text.decode()), format=kind, index=0))
-
-
-def _xyz_texts(file: Path) -> Iterator[bytes | ValueError]:
-    """Text of each frame, or what is wrong with it."""
-    from ase.io.formats import open_with_compression
-
-    with open_with_compression(os.fspath(file), "rb") as stream:
-        lines = _Lines(stream)
-        for line in lines:
-            if not line.strip():
-                continue
-            atoms = _atom_count(line)
-            if atoms is None:
-                yield ValueError(f"expected a number of atoms, found {_shown(line)}")
-                lines.skip_to(lambda text: _atom_count(text) is not None)
-                continue
-            rows = list(islice(lines, atoms + 1))
-            # A bare number among the atoms is the head of the next frame: this one is too short.
-            head = next((k for k, row in enumerate(rows[1:], start=1) if _atom_count(row) is not None), None)
-            if head is not None:
-                lines.push_back(rows[head:])
-                yield ValueError(f"{atoms} atoms announced, {head - 1} found")
-            elif len(rows) < atoms + 1:
-                yield ValueError(f"truncated: {atoms} atoms announced, {max(len(rows) - 1, 0)} found")
-            elif atoms and len(lines.peek().split()) == len(rows[-1].split()) > 1:
-                lines.skip_to(lambda text: _atom_count(text) is not None)
-                yield ValueError(f"more atoms than the {atoms} announced")
-            else:
-                yield line + b"".join(rows)
-    if lines.failure is not None:
-        yield ValueError(f"cannot be read any further: {lines.failure}")
-
-
-class _Lines:
-    """Lines of a stream, some of which can be put back. Damage to a compressed file ends them: see ``failure``."""
-
-    def __init__(self, stream: Iterable[bytes]) -> None:
-        self.stream = iter(stream)
-        self.waiting: deque[bytes] = deque()
-        self.failure: Exception | None = None
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> bytes:
-        if self.waiting:
-            return self.waiting.popleft()
-        try:
-            return next(self.stream)
-        except _BROKEN_FILE as error:
-            self.failure = error
-            raise StopIteration from None
-
-    def push_back(self, rows: Iterable[bytes]) -> None:
-        self.waiting.extendleft(reversed(list(rows)))
-
-    def peek(self) -> bytes:
-        """Next line without taking it; empty at the end."""
-        self.push_back(list(islice(self, 1)))
-        return self.waiting[0] if self.waiting else b""
-
-    def skip_to(self, wanted: Callable[[bytes], bool]) -> None:
-        """Drop lines until the next one is wanted."""
-        self.push_back(list(islice(filter(wanted, self), 1)))
-
-
-def _atom_count(line: bytes) -> int | None:
-    text = line.strip()
-    return int(text) if text.isdigit() else None
-
-
-def _shown(line: bytes) -> str:
-    return repr(line.strip()[:40].decode(errors="replace"))
 
 
 class _LabelCheck:

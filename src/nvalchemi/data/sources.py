@@ -1,4 +1,4 @@
-"""Random access to structures in files that others write: ASE databases and xyz files."""
+"""Random access to structures in xyz files."""
 
 import io
 import mmap
@@ -141,65 +141,3 @@ def _scan(path: str) -> tuple[np.ndarray, np.ndarray, Counter[frozenset[bytes]]]
             f"{path}, frame {len(counts) - 1}: truncated, {counts[-1]} atoms announced, {missing} line(s) missing"
         )
     return np.array([*offsets, size], dtype=np.int64), np.array(counts, dtype=np.int64), names
-
-
-class AseDatabase:
-    """Rows of an ASE database by position, in the order of their ids.
-
-    Parameters
-    ----------
-    path : str
-        The database.
-    dtype : torch.dtype
-        Floating-point type of the result.
-    **options
-        Passed to :func:`nvalchemi.data.ase.from_atoms`.
-
-    Notes
-    -----
-    Key-value pairs of a row become ``info``.
-    """
-
-    def __init__(self, path: str, *, dtype: torch.dtype, **options: Any) -> None:
-        self.path = path
-        self._options: dict[str, Any] = {"dtype": dtype, **options}
-        self._connection: tuple[int, Any] | None = None
-        rows = [
-            (row.id, row.natoms)
-            for row in self._database().select(columns=["id", "numbers"], include_data=False)
-        ]
-        table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 2)
-        self._ids, self._num_nodes = table[:, 0], table[:, 1]
-
-    def _database(self) -> Any:
-        # SQLite connections must not cross a fork.
-        if self._connection is None or self._connection[0] != os.getpid():
-            import ase.db
-
-            self._connection = os.getpid(), ase.db.connect(self.path)
-        return self._connection[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_connection": None}
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> AtomicData:
-        from nvalchemi.data.ase import from_atoms
-
-        row = self._database().get(id=int(self._ids[index]))
-        try:
-            atoms = row.toatoms()
-            atoms.info.update(row.key_value_pairs)
-            return from_atoms(atoms, **self._options)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{self.path}, row {int(self._ids[index])}: {error}") from error
-
-    def num_nodes(self) -> np.ndarray:
-        """Number of atoms of each row."""
-        return self._num_nodes
-
-    def num_edges(self) -> np.ndarray:
-        """Number of edges of each row: none are stored."""
-        return np.zeros_like(self._num_nodes)

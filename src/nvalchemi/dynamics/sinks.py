@@ -324,8 +324,11 @@ class ZarrData:
 
     Notes
     -----
-    A restarted run (``run(restart=…)``) does structures again that were written after the last save; they are
-    recognised by ``system_id`` and not written twice.
+    A restarted run (``run(restart=…)``) makes frames again that were written after the last save; they are
+    recognised by ``system_id`` and ``system_step`` and not written twice.
+
+    The frames of systems that ran side by side are told apart by
+    :meth:`~nvalchemi.data.zarr.AtomicDataZarrReader.trajectory`.
     """
 
     def __init__(
@@ -336,7 +339,8 @@ class ZarrData:
         self._options = dict(config or {})
         self._mode: Literal["a", "w", "x"] = self._options.pop("mode", "a")
         self._writer: AtomicDataZarrWriter | None = None
-        self._there: set[int] = set()
+        # Frames by (system_id, system_step) that a restarted run will make once more.
+        self._there: set[tuple[int, int]] = set()
 
     @property
     def is_full(self) -> bool:
@@ -357,9 +361,9 @@ class ZarrData:
         """Append to the store."""
         chosen = _all_that_fit(self, batch, mask)
         if self._there:
-            ids: list[int] = chosen.system_id[:, 0].tolist()
-            chosen = chosen.index_select(torch.tensor([i not in self._there for i in ids]))
-            self._there.difference_update(ids)
+            frames = _frame_names(chosen.get("system_id"), chosen.get("system_step"))
+            chosen = chosen.index_select(torch.tensor([frame not in self._there for frame in frames]))
+            self._there.difference_update(frames)
         if chosen.num_graphs > 0:
             self._opened().append(chosen.cpu())
 
@@ -396,7 +400,7 @@ class ZarrData:
         return {"count": len(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the store; structures written since the state was saved will not be written again."""
+        """Take up the store; frames written since the state was saved will not be written again."""
         self._mode = "a"
         reader = self._reader()
         held = 0 if reader is None else len(reader)
@@ -406,8 +410,11 @@ class ZarrData:
                     f"{self.store} holds {held} structures, {state['count']} were in it when the run was saved"
                 )
             return
-        later = reader.read(range(state["count"], held), missing="fill")
-        self._there = set(later.system_id[:, 0].tolist())
+        later = [
+            reader.column(name)[state["count"] :] if name in reader.fields else None
+            for name in ("system_id", "system_step")
+        ]
+        self._there = set(_frame_names(*later))
 
     def _opened(self) -> "AtomicDataZarrWriter":
         if self._writer is None:
@@ -474,6 +481,14 @@ def sinks_closed_after(sinks: Sequence[DataSink]) -> Iterator[None]:
         for sink in sinks:
             stack.callback(sink.close)
         yield
+
+
+def _frame_names(ids: Tensor | None, steps: Tensor | None) -> list[tuple[int, int]]:
+    """Whose frames, and of which steps; nothing without ids, step 0 without steps."""
+    if ids is None:
+        return []
+    steps = torch.zeros_like(ids) if steps is None else steps
+    return list(zip(ids[:, 0].tolist(), steps[:, 0].tolist(), strict=True))
 
 
 def _checked_capacity(capacity: int | None) -> int | None:

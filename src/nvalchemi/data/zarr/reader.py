@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, cast, overload
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from nvalchemi.data.batch import Batch
 from nvalchemi.data.schema import FIELDS, Level
 from nvalchemi.data.zarr.chunks import ChunkCache, ChunkedRows
 from nvalchemi.data.zarr.record import INFO, POINTERS, SIGNATURE, Record, StoredField
-from nvalchemi.data.zarr.stores import CorruptChunkError, decode_info, import_zarr, open_store
+from nvalchemi.data.zarr.stores import CorruptChunkError, decode_info, open_root, open_store
 
 # Structures read at a time when iterating one by one.
 _ITERATION_BATCH = 1024
@@ -105,11 +105,7 @@ class AtomicDataZarrReader:
 
     def refresh(self) -> int:
         """Look for structures committed since; returns how many there are now."""
-        zarr = import_zarr()
-        try:
-            self._group = zarr.open_group(self._store, mode="r")
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"no Zarr store at {self.path}") from error
+        self._group = open_root(self._store, self.path)
         old, self._record = self._record, Record.from_json(self._group.attrs.asdict(), self.path)
         grown = {
             path: array
@@ -183,6 +179,46 @@ class AtomicDataZarrReader:
                 f"{self.path} has no system field {name!r}; it has {', '.join(self._record.fields)}"
             )
         return self._tensor(self._rows(stored.path(name)).span(0, len(self)))
+
+    def system_ids(self) -> list[int]:
+        """Whose frames there are: every ``system_id``, ascending."""
+        return np.unique(self._known("system_id")[1]).tolist()
+
+    def trajectory_index(self, system_id: int) -> np.ndarray:
+        """Numbers of the frames of one system by their ``system_step``, for :meth:`read` and datasets.
+
+        Raises
+        ------
+        ValueError
+            There is no frame of this system.
+        """
+        frames, ids = self._known("system_id")
+        frames = frames[ids == system_id]
+        if len(frames) == 0:
+            raise ValueError(f"{self.path} has no frame of system_id {system_id}")
+        with_step, steps = self._known("system_step")
+        order = np.full(len(self), -1)
+        order[with_step] = steps
+        return frames[np.argsort(order[frames], kind="stable")]
+
+    def trajectory(
+        self, system_id: int, *, on_error: Literal["raise", "skip"] = "raise"
+    ) -> Iterator[AtomicData]:
+        """Frames of one system in the order of its steps, as a run of many systems has written them side by side.
+
+        Options as in :meth:`iter_batches`, errors as in :meth:`trajectory_index`.
+        """
+        return self.frames(self.trajectory_index(system_id), on_error=on_error)
+
+    def _known(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Structures that have a whole number as system field ``name``, and these numbers."""
+        stored = self._record.fields.get(name)
+        if stored is None or stored.level != "system" or len(self) == 0:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        having = np.array([name in present for present in self._present])
+        frames = np.flatnonzero(having[self._rows(SIGNATURE).span(0, len(self))])
+        values = self._rows(stored.path(name)).span(0, len(self)).reshape(len(self))
+        return frames, values[frames]
 
     @property
     def frames_per_chunk(self) -> int:
@@ -452,37 +488,6 @@ class AtomicDataZarrReader:
 
     def __exit__(self, *error: object) -> None:
         self._cache.drop(lambda path, number: True)
-
-
-def iread_zarr(
-    store: Any,
-    index: int | str | slice = ":",
-    *,
-    on_error: Literal["raise", "skip"] = "raise",
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Iterator[AtomicData]:
-    """Structures of a store one at a time, as :func:`nvalchemi.data.iread` does for files.
-
-    Parameters
-    ----------
-    store : path, URL or zarr store
-        The store.
-    index : int, slice or str, default ":"
-        Which structures, as in ASE.
-    on_error : {"raise", "skip"}, default "raise"
-        A structure in a damaged chunk is an error, or is left out and counted in a ``UserWarning``.
-    device, dtype
-        Where the tensors go, and their floating-point type (default: as stored).
-    """
-    reader = AtomicDataZarrReader(store, dtype=dtype)
-    if isinstance(index, str):
-        from ase.utils import string2index
-
-        index = cast(int | slice, string2index(index))
-    chosen = slice(index, index + 1 or None) if isinstance(index, int) else index
-    frames = reader.frames(chosen, on_error=on_error)
-    return frames if device is None else (data.to(device) for data in frames)
 
 
 def _pointers(starts: np.ndarray, stops: np.ndarray) -> Tensor:

@@ -98,18 +98,22 @@ class Record:
         if not isinstance(stored, Mapping):
             raise ValueError(f"{store} is a Zarr group but holds no structures (no attribute {RECORD_KEY!r})")
         content = cast(Mapping[str, Any], stored)
-        if content["version"] != FORMAT_VERSION:
+        if content.get("version") != FORMAT_VERSION:
             raise ValueError(
-                f"{store} is written in version {content['version']} of the format, this package reads {FORMAT_VERSION}"
+                f"{store} is written in version {content.get('version')} of the format, this package reads "
+                f"{FORMAT_VERSION}"
             )
-        return cls(
-            num_frames=content["num_frames"],
-            num_nodes=content["num_nodes"],
-            num_edges=content["num_edges"],
-            num_info=content["num_info"],
-            fields={
-                name: StoredField(as_level(f["level"]), f["dtype"], tuple(f["shape"]), f["scalar"])
-                for name, f in content["fields"].items()
-            },
-            signatures=[list(names) for names in content["signatures"]],
-        )
+        try:
+            return cls(
+                num_frames=content["num_frames"],
+                num_nodes=content["num_nodes"],
+                num_edges=content["num_edges"],
+                num_info=content["num_info"],
+                fields={
+                    name: StoredField(as_level(f["level"]), f["dtype"], tuple(f["shape"]), f["scalar"])
+                    for name, f in content["fields"].items()
+                },
+                signatures=[list(names) for names in content["signatures"]],
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{store}: the record in zarr.json is damaged: {error!r}") from error

@@ -50,6 +50,18 @@ def open_store(store: Any, *, read_only: bool, storage_options: Mapping[str, Any
     return _strict_store_class()(opened) if read_only else opened
 
 
+def open_root(store: Any, name: str, *, mode: str = "r") -> Any:
+    """Root group of an open store; ``FileNotFoundError`` where there is none, ``CorruptChunkError`` for damage."""
+    zarr = import_zarr()
+    try:
+        return zarr.open_group(store, mode=mode)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"no Zarr store at {name}") from error
+    # A damaged zarr.json raises whatever the JSON parser or Zarr make of it; it is named and chained.
+    except Exception as error:
+        raise CorruptChunkError(f"{name}: zarr.json of the store cannot be read: {error!r}") from error
+
+
 def local_path(store: Any) -> Path | None:
     """Folder of a store in the local file system, ``None`` for any other store."""
     zarr = import_zarr()

@@ -2,11 +2,9 @@
 
 import math
 import os
-import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -23,6 +21,7 @@ from nvalchemi.data.zarr.stores import (
     is_occupied,
     local_path,
     lock_folder,
+    open_root,
     open_store,
     remove_partial_files,
 )
@@ -142,7 +141,7 @@ class AtomicDataZarrWriter:
             self._lock = lock_folder(folder)
         try:
             try:
-                group = zarr.open_group(store, mode="r+")
+                group = open_root(store, self.path, mode="r+")
             except FileNotFoundError:
                 group = None
             if group is None and occupied:
@@ -367,56 +366,6 @@ class AtomicDataZarrWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def write_zarr(store: Any, data: AtomicData | Batch | Iterable[AtomicData], **options: Any) -> int:
-    """Write a whole store; a local one appears whole or not at all, and replaces one of that name.
-
-    Parameters
-    ----------
-    store : path, URL or zarr store
-        Where to.
-    data : AtomicData, Batch or iterable of AtomicData
-        What to write; an iterable is consumed piece by piece.
-    **options
-        Options of :class:`AtomicDataZarrWriter` other than ``mode``.
-
-    Returns
-    -------
-    int
-        Number of structures written.
-    """
-    structures = [data] if isinstance(data, AtomicData) else data
-    target = local_path(store) if isinstance(store, str | os.PathLike) else None
-    if target is None:
-        with AtomicDataZarrWriter(store, mode="w", **options) as writer:
-            return writer.write(structures)
-    if target.exists() and not (target / "zarr.json").is_file() and is_occupied(target):
-        raise FileExistsError(f"{target} exists and is not a Zarr store; nothing was changed")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with AtomicDataZarrWriter(temporary, mode="w", **options) as writer:
-            count = writer.write(structures)
-        _replace_folder(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return count
-
-
-def append_zarr(store: Any, data: AtomicData | Batch | Iterable[AtomicData], **options: Any) -> int:
-    """Add structures to a store (a new one where there is none); returns how many."""
-    with AtomicDataZarrWriter(store, **options) as writer:
-        return writer.write([data] if isinstance(data, AtomicData) else data)
-
-
-def _replace_folder(source: Path, target: Path) -> None:
-    if target.exists():
-        old = target.with_name(f".{target.name}.{os.getpid()}.old")
-        target.rename(old)
-        source.rename(target)
-        shutil.rmtree(old)
-    else:
-        source.rename(target)
 
 
 def _backfill(array: Any, name: str, stored: StoredField, rows: int) -> None:

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any, Self
 
 from nvalchemi.dynamics.hooks._context import dynamics_context
-from nvalchemi.dynamics.sinks import SnapshotSink
+from nvalchemi.dynamics.sinks import SnapshotSink, without_working_state
 from nvalchemi.dynamics.stages import DynamicsStage
 from nvalchemi.dynamics.state import Stateful
 from nvalchemi.hooks import HookContext
@@ -38,7 +38,7 @@ class ConvergedSnapshotHook:
         ctx, batch = dynamics_context(self, ctx)
         if ctx.converged_mask is None:
             raise ValueError(f"ConvergedSnapshotHook works at ON_CONVERGE only, not at {stage.name}")
-        self.sink.write(batch, ctx.converged_mask)
+        self.sink.write(without_working_state(batch), ctx.converged_mask)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the sink if it has one."""
