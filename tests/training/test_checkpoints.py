@@ -636,7 +636,7 @@ def test_other_models_optimizers_or_hooks_are_refused(toys):
     toys.slope_strategy([EMAHook()]).save_checkpoint("checkpoint")
     with pytest.raises(ValueError, match="hooks with state"):
         toys.slope_strategy([]).restore_checkpoint("checkpoint")
-    with pytest.raises(ValueError, match="do not match"):
+    with pytest.raises(ValueError, match="hooks with state"):
         toys.slope_strategy([MixedPrecisionHook("fp16")]).restore_checkpoint("checkpoint")
     with pytest.raises(RuntimeError, match="w"):
         toys.slope_strategy([EMAHook()], model=nn.Linear(1, 1)).restore_checkpoint("checkpoint")

@@ -166,6 +166,102 @@ report(
     assert first["skipped"] == 1
 
 
+def test_window_that_is_open_at_the_save_is_continued_by_every_rank_with_its_own_gradients(toys):
+    code = (
+        PREAMBLE
+        + """
+structures = [d for batch in molecules(6, size=4) for d in batch.to_data_list()]
+
+
+class SaveInsideWindow:
+    frequency, stage = 1, TrainingStage.AFTER_BATCH
+
+    def __call__(self, ctx, stage):
+        if ctx.batch_count == 5:
+            ctx.workflow.save_checkpoint("inside")
+
+
+def make(*hooks):
+    torch.manual_seed(0)
+    return TrainingStrategy(
+        DemoModelWrapper(), OptimizerConfig("Adam"), EnergyMSELoss() + ForceMSELoss(), num_epochs=2,
+        hooks=[DDPHook(), GradientAccumulationHook(3), SpikeSkipHook(loss_factor=5.0), *hooks],
+    )
+
+
+def loader():
+    return DataLoader(structures, 2, shuffle=True, collate_fn=Batch.from_data_list)
+
+
+whole = make(SaveInsideWindow())
+whole.run(loader())
+parts = make()
+parts.restore_checkpoint("inside")
+count, steps = parts.batch_count, parts.step_count
+gradients = next(parts.update_hooks()).state_dict()["gradients"]
+parts.run(loader())
+report(
+    same=weights(whole.models) == weights(parts.models), weights=weights(whole.models), at=[count, steps],
+    gradients=torch.cat([g.flatten() for g in gradients if g is not None]).tolist(),
+)
+"""
+    )
+    toys.run_script(code, processes=2)
+    first, second = reports()
+    assert first["at"] == second["at"] == [5, 1]
+    assert first["gradients"] != second["gradients"]
+    assert first["weights"] == second["weights"]
+    assert first["same"]
+    assert second["same"]
+
+
+def test_errors_of_two_ranks_are_added_up_with_groups_that_only_one_has_seen(toys):
+    code = (
+        PREAMBLE
+        + """
+from nvalchemi.data import AtomicData
+from nvalchemi.training import ErrorMetrics
+
+dist.init_process_group("gloo")
+graphs = []
+for number, name in enumerate(["bulk", "slab", "bulk", "cluster", "bulk"]):
+    data = AtomicData(
+        positions=torch.zeros(2, 3), atomic_numbers=[1, 8], energy=[[float(number)]], forces=torch.full((2, 3), 0.1)
+    )
+    data.info["config_type"] = name
+    graphs.append(data)
+
+
+def metrics(part):
+    result = ErrorMetrics(per_element=True, group_by="config_type")
+    if part:
+        batch = Batch.from_data_list(part)
+        result.update({"energy": torch.zeros(len(part), 1), "forces": torch.zeros(2 * len(part), 3)}, batch)
+    return result
+
+
+share = metrics(graphs[dist.get_rank() :: 2])
+share.reduce_across_ranks()
+empty = metrics(graphs if dist.get_rank() == 0 else [])
+empty.reduce_across_ranks()
+whole = metrics(graphs)
+report(
+    counts=[m.counts() for m in (share, empty, whole)], values=[m.compute() for m in (share, empty, whole)]
+)
+dist.destroy_process_group()
+"""
+    )
+    toys.run_script(code, processes=2)
+    first, second = reports()
+    assert first == second
+    share, empty, whole = first["counts"]
+    assert share == empty == whole
+    assert whole["energy"] == 5
+    assert whole["energy/config_type=cluster"] == 1
+    for values in first["values"][:2]:
+        assert values == pytest.approx(first["values"][2], rel=1e-12)
+
+
 def test_validation_counts_every_structure_once_and_checkpoints_are_written_once_and_resume(toys):
     code = (
         PREAMBLE

@@ -80,24 +80,6 @@ def test_merging_is_the_same_as_seeing_everything():
     )
 
 
-def test_ranks_are_added_up_with_groups_that_only_one_has_seen(monkeypatch):
-    graphs = make_graphs()
-    here = accumulate([Batch.from_data_list(graphs[::2])], group_by="config_type")
-    there = accumulate([Batch.from_data_list(graphs[1::2])], group_by="config_type")
-    assert set(here.counts()) != set(there.counts())
-
-    def gather(gathered, own):
-        gathered[:] = [own, {key: sums.tolist() for key, sums in there._sums.items()}]
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    here.reduce_across_ranks()
-    whole = accumulate([Batch.from_data_list(graphs)], group_by="config_type")
-    assert here.counts() == whole.counts()
-    assert here.compute() == pytest.approx(whole.compute(), rel=1e-12)
-
-
 def test_merging_leaves_the_other_as_it_was():
     batch = Batch.from_data_list(make_graphs())
     other = accumulate([batch])

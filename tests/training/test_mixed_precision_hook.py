@@ -20,6 +20,9 @@ from nvalchemi.training.hooks import (
 Stage = TrainingStage
 
 
+OVERFLOWS = 1e36  # a finite loss whose gradient, scaled, is beyond float32
+
+
 def autocast_state():
     return (
         torch.is_autocast_enabled("cpu"),
@@ -257,15 +260,30 @@ def test_step_with_infinite_gradients_is_skipped_and_counts_nowhere(toys):
         model, OptimizerConfig(torch.optim.SGD, {"lr": 0.1}, **scheduler), toys.mean_energy,
         num_epochs=1, hooks=[MixedPrecisionHook("fp16")],
     )  # fmt: skip
-    strategy.run([toys.batch_of(float("inf")), toys.batch_of(1.0)])
+    strategy.run([toys.batch_of(OVERFLOWS), toys.batch_of(1.0)])
     assert model.w.item() == pytest.approx(0.9)
     assert (strategy.step_count, strategy.batch_count) == (1, 2)
     assert strategy.lr_schedulers[0].get_last_lr() == [0.05]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_loss_that_is_not_finite_is_an_error_under_float16_too(toys, bad):
+    strategy = TrainingStrategy(
+        DemoModelWrapper(), OptimizerConfig("Adam"), EnergyMSELoss() + ForceMSELoss(), num_epochs=1,
+        hooks=[MixedPrecisionHook("fp16")],
+    )  # fmt: skip
+    good, batch = toys.molecules(2)
+    batch.energy[1] = bad
+    before = {name: tensor.clone() for name, tensor in strategy.models.state_dict().items()}
+    with pytest.raises(ValueError, match=r"energy_mse: graph 1 \(the label 'energy' is not finite\)"):
+        strategy.run([batch, good])
+    assert all(torch.equal(before[name], tensor) for name, tensor in strategy.models.state_dict().items())
+    assert strategy.step_count == 0
+
+
 def test_overflow_during_accumulation_of_the_window_skips_that_window_only(toys):
     strategy = toys.slope_strategy([MixedPrecisionHook("fp16"), GradientAccumulationHook(2)])
-    strategy.run([toys.batch_of(x) for x in (1.0, float("inf"), 1.0, 3.0)])
+    strategy.run([toys.batch_of(x) for x in (1.0, OVERFLOWS, 1.0, 3.0)])
     assert strategy.models.w.item() == pytest.approx(1.0 - 0.1 * 2.0)
 
 
@@ -324,7 +342,7 @@ def test_state_of_the_scaler_goes_through_a_checkpoint(toys):
         for x in xs:
             strategy.train_batch(toys.batch_of(x))
 
-    xs = [1.0, float("inf"), 1.0, float("inf"), 1.0]
+    xs = [1.0, OVERFLOWS, 1.0, OVERFLOWS, 1.0]
     whole = toys.slope_strategy([MixedPrecisionHook("fp16")])
     train(whole, xs)
     first = toys.slope_strategy([MixedPrecisionHook("fp16")])

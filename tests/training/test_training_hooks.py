@@ -2,14 +2,16 @@
 
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
-from nvalchemi.data import Batch
+from nvalchemi.data import Batch, DataLoader, InMemoryDataset, read
 from nvalchemi.hooks import TrainContext
+from nvalchemi.models import load_model
 from nvalchemi.models.demo import DemoModelWrapper
 from nvalchemi.training import (
     EnergyMSELoss,
@@ -31,6 +33,7 @@ from nvalchemi.training.hooks import (
 )
 
 Stage = TrainingStage
+EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 
 
 class Veto(TrainingUpdateHook):
@@ -323,7 +326,7 @@ def test_overflow_of_a_scaler_is_no_spike(toys):
     hook = SpikeSkipHook(loss_factor=2.0, grad_norm_factor=2.0, max_consecutive=1)
     scaler = MixedPrecisionHook("fp16")
     strategy = toys.slope_strategy([hook, scaler])
-    strategy.run([toys.batch_of(x) for x in (1.0, math.inf, math.inf, math.inf, 1.0)])
+    strategy.run([toys.batch_of(x) for x in (1.0, 1e36, 1e36, 1e36, 1.0)])
     assert hook.n_skipped == 0
     assert strategy.models.w.item() == pytest.approx(0.8)
     assert scaler.state_dict()["scaler"]["scale"] == 65536.0 / 8
@@ -334,6 +337,42 @@ def test_loss_of_a_window_is_judged_as_a_whole_and_without_scale(toys):
     hooks = [hook, GradientAccumulationHook(2), MixedPrecisionHook("fp16")]
     toys.slope_strategy(hooks, lr=0.0).run([toys.batch_of(x) for x in (1, 3, 2, 4)])
     assert hook.state_dict()["losses"] == [2.0, 3.0]
+
+
+def test_window_cut_short_is_judged_by_the_mean_of_its_losses(toys):
+    hook = SpikeSkipHook(loss_factor=1.4, min_history=1)
+    toys.slope_strategy([hook, GradientAccumulationHook(3)], lr=0.0).run(
+        [toys.batch_of(x) for x in (2, 2, 2, 2, 2)]
+    )
+    assert hook.state_dict()["losses"] == [2.0, 2.0]
+
+
+def test_gradient_norm_is_judged_as_it_was_before_clipping(toys):
+    hook = SpikeSkipHook(grad_norm_factor=3.0, min_history=3)
+    strategy = toys.slope_strategy([hook, GradientClipHook(0.5)], lr=0.0)
+    strategy.run([toys.batch_of(x) for x in (1, 1, 1, -10, 2)])
+    assert hook.n_skipped == 1
+    assert hook.state_dict()["norms"] == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_norm_of_all_gradients_is_told_also_when_models_are_clipped_apart():
+    three, four = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+    three.weight.grad, four.weight.grad = torch.tensor([[3.0]]), torch.tensor([[4.0]])
+    ctx = TrainContext(
+        batch=None,
+        models={"three": three, "four": four},
+        optimizers=[torch.optim.SGD([three.weight, four.weight], lr=0.1)],
+    )
+    GradientClipHook(1.0, per_model=True)(ctx, Stage.DO_OPTIMIZER_STEP, False)
+    assert ctx.gradient_norm == pytest.approx(5.0)
+
+
+def test_nan_loss_under_a_scaler_is_a_spike_and_not_an_overflow(toys):
+    hook = SpikeSkipHook()
+    strategy = toys.slope_strategy([hook, MixedPrecisionHook("fp16")])
+    strategy.run([toys.batch_of(math.nan), toys.batch_of(1.0)])
+    assert hook.n_skipped == 1
+    assert strategy.step_count == 1
 
 
 def test_loss_of_a_step_that_another_hook_vetoed_is_not_added_to_the_next():
@@ -424,7 +463,7 @@ def test_only_real_steps_are_averaged(toys):
     ema = EMAHook(decay=0.5)
     hooks = [ema, MixedPrecisionHook("fp16"), GradientAccumulationHook(2), Veto(3)]
     strategy = toys.slope_strategy(hooks)
-    strategy.run([toys.batch_of(x) for x in (1.0, 1.0, 1.0, 1.0, 1.0, math.inf, 1.0)])
+    strategy.run([toys.batch_of(x) for x in (1.0, 1.0, 1.0, 1.0, 1.0, 1e36, 1.0)])
     # Windows: a step, a veto, an overflow, a step.
     assert strategy.step_count == 2
     assert ema.num_updates == 2
@@ -474,3 +513,40 @@ def test_two_averages_of_one_model_are_refused_and_of_two_models_are_not():
     EMAHook("a") + EMAHook("b")
     with pytest.raises(ValueError, match="average of model 'a'"):
         EMAHook("a") + EMAHook("a", decay=0.5)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.float64)])
+def test_clipping_is_that_of_torch_to_the_bit_also_for_gradients_of_several_dtypes(norm_type, dtypes):
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.zeros(7, dtype=dtype)) for dtype in (*dtypes, dtypes[0])]
+    theirs = [torch.nn.Parameter(torch.zeros_like(p)) for p in ours]
+    for mine, other in zip(ours, theirs, strict=True):
+        mine.grad = torch.randn_like(mine)
+        other.grad = mine.grad.clone()
+    hook = GradientClipHook(0.3, norm_type=norm_type)
+    hook(TrainContext(batch=None, optimizers=[torch.optim.SGD(ours)]), Stage.DO_OPTIMIZER_STEP, False)
+    norm = torch.nn.utils.clip_grad_norm_(theirs, 0.3, norm_type)
+    assert hook.last_total_norm == norm.item()
+    assert all(torch.equal(mine.grad, other.grad) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.slow
+def test_average_of_a_scripted_model_whose_copy_has_more_buffers():
+    pytest.importorskip("sevenn")
+    model = load_model("7net-0")
+    data = read(EXAMPLES / "crystals.extxyz", index=":2")
+    for structure in data:
+        structure.add_system_property("energy", torch.zeros(1, 1))
+    hook = EMAHook(decay=0.5)
+    configuration = OptimizerConfig("SGD", {"lr": 1e-6})
+    strategy = TrainingStrategy(model, configuration, EnergyMSELoss(), num_steps=2, hooks=[hook])
+    strategy.run(DataLoader(InMemoryDataset(data), batch_size=1))
+    weights = hook.state_dict()["weights"]
+    model.load_state_dict(weights)
+    resumed = EMAHook(decay=0.5)
+    resumed.load_state_dict(hook.state_dict())
+    TrainingStrategy(model, configuration, EnergyMSELoss(), num_steps=1, hooks=[resumed]).run(
+        DataLoader(InMemoryDataset(data), batch_size=1)
+    )
+    assert resumed.num_updates == 3

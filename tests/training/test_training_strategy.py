@@ -102,6 +102,40 @@ def test_optimizer_config_checks_arguments_when_made():
             OptimizerConfig(**options)
 
 
+def test_optimizers_and_schedulers_of_torch_may_be_given_by_their_bare_names():
+    config = OptimizerConfig("AdamW", {"lr": 0.1}, "StepLR", {"step_size": 1})
+    assert config.optimizer_cls is torch.optim.AdamW
+    assert config.scheduler_cls is torch.optim.lr_scheduler.StepLR
+    assert OptimizerConfig.model_validate(config.model_dump(mode="json")) == config
+    with pytest.raises(ValidationError, match=r"'torch\.optim\.Adamm'"):
+        OptimizerConfig("Adamm")
+
+
+@pytest.mark.parametrize("strategy_cls", [TrainingStrategy, FineTuningStrategy])
+def test_one_hook_may_stand_for_the_list(toys, strategy_cls):
+    for hook in (GradientClipHook(1.0), TrainingUpdateOrchestrator(EMAHook()), At(Stage.AFTER_BATCH, print)):
+        strategy = strategy_cls(
+            toys.Slope(), OptimizerConfig("SGD"), toys.mean_energy, num_epochs=1, hooks=hook
+        )
+        assert len(strategy.hooks) == 1
+    for hooks, match in ((EMAHook, "hooks must be a list of hooks"), ([EMAHook], "EMAHook is a class")):
+        with pytest.raises(TypeError, match=match):
+            strategy_cls(toys.Slope(), OptimizerConfig("SGD"), toys.mean_energy, num_epochs=1, hooks=hooks)
+
+
+@pytest.mark.parametrize("kind", ["name", "class", "optimizer"])
+def test_optimizer_without_its_configuration_is_refused_with_what_to_write(toys, kind):
+    model = toys.Slope()
+    given = {"name": "SGD", "class": torch.optim.SGD, "optimizer": torch.optim.SGD(model.parameters())}[kind]
+    with pytest.raises(ValidationError, match=r"give OptimizerConfig\(SGD, \{…\}\)"):
+        TrainingStrategy(model, given, toys.mean_energy, num_epochs=1)
+
+
+def test_loss_of_torch_is_refused_with_a_way_out(toys):
+    with pytest.raises(ValidationError, match=r"torch's MSELoss.*EnergyMSELoss\(\)"):
+        TrainingStrategy(toys.Slope(), OptimizerConfig("SGD"), nn.MSELoss(), num_epochs=1)
+
+
 def test_optimizer_config_builds_optimizer_and_scheduler():
     kwargs = {"scheduler_cls": torch.optim.lr_scheduler.StepLR, "scheduler_kwargs": {"step_size": 3}}
     optimizer, scheduler = OptimizerConfig(torch.optim.AdamW, {"lr": 0.5}, **kwargs).build(
@@ -197,7 +231,7 @@ def test_loader_with_length_is_not_read_ahead(toys):
 
 def test_num_steps_counts_real_steps_over_epochs(toys):
     strategy = toys.slope_strategy([MixedPrecisionHook("fp16")], num_epochs=None, num_steps=3)
-    strategy.run([toys.batch_of(1.0), toys.batch_of(math.inf)])
+    strategy.run([toys.batch_of(1.0), toys.batch_of(1e36)])  # the second overflows when it is scaled
     assert (strategy.step_count, strategy.batch_count, strategy.epoch_count) == (3, 5, 2)
 
 
@@ -906,7 +940,7 @@ def test_iterator_that_is_used_up_after_one_epoch(toys):
 def test_batch_without_a_label(toys):
     (batch,) = toys.molecules(1)
     batch.remove_key("forces")
-    refused(demo_strategy(), [batch], ValueError, "needs the label 'forces', which graph 0")
+    refused(demo_strategy(), [batch], ValueError, "needs the label 'forces', missing in graph 0")
 
 
 def test_model_output_missing(toys):

@@ -45,15 +45,15 @@ def by_hand(batches, accumulate, precision, clip, spike, average):
         for first in range(0, len(batches), window):
             group = batches[first : first + window]
             optimizer.zero_grad()
-            total = 0.0
+            group_losses = []
             for batch in group:
                 with torch.autocast("cpu", dtype) if dtype else nullcontext():
                     loss = LOSS(model(batch), batch).total
+                group_losses.append(loss.item())
                 loss = loss / len(group)
                 if scaler:
                     loss = scaler.scale(loss)
                 loss.backward()
-                total += loss.item()
                 if batch is not group[-1]:
                     history.append(snapshot(model, averaged))
             run = True
@@ -62,11 +62,11 @@ def by_hand(batches, accumulate, precision, clip, spike, average):
             parameters = list(model.parameters())
             gradients = [p.grad for p in parameters if p.grad is not None]
             finite = all(g.isfinite().all() for g in gradients)
+            norm = torch.nn.utils.get_total_norm(gradients).item()
             if clip and finite:
                 torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
             if spike and not (scaler and not finite):
-                loss_value = total / (scaler.get_scale() if scaler else 1.0)
-                norm = torch.nn.utils.get_total_norm(gradients).item()
+                loss_value = statistics.fmean(group_losses)
                 run = not (
                     len(losses) >= SPIKE["min_history"]
                     and (

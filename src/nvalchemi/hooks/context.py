@@ -80,6 +80,12 @@ class TrainContext(HookContext):
         Total loss, from ``AFTER_LOSS`` on.
     losses : Mapping or None
         Its terms by name.
+    unweighted_losses : Mapping or None
+        The same before weighting; ``None`` with a loss function that has no weights.
+    raw_loss : Tensor or None
+        From ``DO_BACKWARD`` on, the loss as it was before update hooks scaled or weighted it.
+    gradient_norm : float or None
+        Norm of all gradients before a step, as a hook found it that then changed them (clipping).
     models : Mapping or None
         All models of the strategy by name.
     optimizers, lr_schedulers : sequence
@@ -101,6 +107,9 @@ class TrainContext(HookContext):
     predictions: Mapping[str, torch.Tensor] | None = None
     loss: torch.Tensor | None = None
     losses: Mapping[str, torch.Tensor] | None = None
+    unweighted_losses: Mapping[str, torch.Tensor] | None = None
+    raw_loss: torch.Tensor | None = None
+    gradient_norm: float | None = None
     models: Mapping[str, Any] | None = None
     optimizers: Sequence[Any] = field(default_factory=list)
     lr_schedulers: Sequence[Any] = field(default_factory=list)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from nvalchemi.data import Batch, Field, register_field
 from nvalchemi.hooks.context import HookContext
@@ -57,8 +56,8 @@ class NeighborListHook:
     Notes
     -----
     Let a pair be at d₀ when the list was built and at d now, the cell having been deformed by A (h = h₀ A)
-    and the atoms having moved by at most u besides following the cell. Then |d| ≥ σ_min(A) |d₀| − 2u ≥ (1 −
-    ‖A − 1‖) |d₀| − 2u. A pair that is not in the list has |d₀| > cutoff + skin, so it is still out of
+    and the atoms having moved by at most u besides following the cell. Then ``|d| ≥ σ_min(A) |d₀| − 2u ≥
+    (1 − ‖A − 1‖) |d₀| − 2u``. A pair that is not in the list has ``|d₀| > cutoff + skin``, so it is still out of
     reach, and the list valid, while
 
         2u ≤ skin − ‖A − 1‖ (cutoff + skin),
@@ -148,7 +147,7 @@ class NeighborListHook:
             and (cell is None or REFERENCE_CELL.name in batch)
         ):
             outdated = self._outdated(batch)
-            if self._owns_list(batch):
+            if self.owns_list(batch):
                 _check_moves(batch, outdated)
             x = _where(outdated[batch.batch_idx], batch.positions, batch.neighbor_reference_positions)
             h = None if cell is None else _where(outdated, cell, batch.neighbor_reference_cell)
@@ -162,18 +161,13 @@ class NeighborListHook:
             config=self.config,
             max_neighbors=self.max_neighbors,
             method=self.method,
-            in_place=self._owns_list(batch),
+            in_place=self.owns_list(batch),
             positions=searched_x,
             cell=searched_h,
             pbc=pbc,
-            graphs=outdated if self._owns_list(batch) else None,
+            graphs=outdated if self.owns_list(batch) else None,
         )
         self.num_builds += 1
-        if self.config.format is NeighborListFormat.MATRIX:
-            # Compiled code may have written into the old table, which torch cannot see: say so, for those
-            # who keep something derived from the list and compare versions.
-            increment_version(batch.neighbor_matrix)
-            increment_version(batch.neighbor_matrix_shifts)
         if self.skin > 0.0:
             _copy_into(batch, REFERENCE_POSITIONS.name, searched_x)
             if cell is not None and h is not None:
@@ -227,7 +221,7 @@ class NeighborListHook:
         is_reference = cell is None or (reference is not None and torch.equal(cell, reference))
         self._cell = (cell, -1 if cell is None else cell._version) if is_reference else (None, -1)
 
-    def _owns_list(self, batch: Batch) -> bool:
+    def owns_list(self, batch: Batch) -> bool:
         """Whether the list now in the batch is this hook's own work, so that its memory may be written again."""
         return _same_objects(self._structure, self._structure_of(batch))
 
@@ -296,7 +290,10 @@ def _check_moves(batch: Batch, graphs: Tensor) -> None:
 
 def _any_per_graph(atoms: Tensor, batch: Batch) -> Tensor:
     """Graphs with a marked atom, bool ``[B]``."""
-    return torch.bincount(batch.batch_idx[atoms], minlength=batch.num_graphs) > 0
+    marks = torch.segment_reduce(
+        atoms.float(), "max", offsets=batch.batch_ptr, axis=0, unsafe=True, initial=0
+    )
+    return marks > 0
 
 
 def _where(rows: Tensor, a: Tensor, b: Tensor) -> Tensor:

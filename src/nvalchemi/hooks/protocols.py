@@ -1,8 +1,11 @@
 """What an object must look like to be a hook: structural types, no base class."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from nvalchemi.data import Batch
 from nvalchemi.hooks.context import HookContext
@@ -35,7 +38,8 @@ class Hook(Protocol):
     ``close()``                      closed when a run ends (when there is no ``__exit__``)
     ``part_of_evaluation``           True for hooks that belong to the evaluation of forces, see below
     ``order_role``                   what the order check knows the hook as (``nvalchemi.hooks.order``)
-    ``state_dict``, ``load_state_dict`` saved and restored by restarts (:class:`CheckpointableHook`)
+    ``state_dict()``                 saved and restored by restarts, with ``load_state_dict(state)``
+                                     (:class:`CheckpointableHook`)
     ``on_resume(ctx)``               called when a restart has brought back the batch (:class:`ResumableHook`)
     ================================ =============================================================================
 
@@ -140,3 +144,72 @@ class IsolatingWorkflow(Protocol):
     def retire(self, batch: Batch, reasons: Mapping[int, str]) -> None:
         """Give up graphs of the batch: number of the graph → why."""
         ...
+
+
+@runtime_checkable
+class FailureHook(Protocol):
+    """A hook that is told of structures that were given up, whenever that happens."""
+
+    def on_failure(self, batch: Batch, reasons: Mapping[int, str]) -> None:
+        """Number of the graph in the batch → why; they may never have been admitted."""
+        ...
+
+
+@runtime_checkable
+class ValidationHook(Protocol):
+    """A hook that is shown what is predicted in a validation."""
+
+    def on_validation_batch(self, batch: Batch, labelled: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Label and prediction of ``energy [B, 1]``, ``forces [N, 3]``, ``stress [B, 3, 3]``, where there are both."""
+        ...
+
+
+# ---------------------------------------------------------------------- what a workflow may say of itself
+class Progress(NamedTuple):
+    """How far a workflow has come."""
+
+    done: int
+    total: int | None
+    """``None``: not known."""
+    unit: str
+    """What is counted: ``"step"``, ``"batch"`` or ``"structure"``."""
+    note: str = ""
+    """Why it ended before its end."""
+
+
+@runtime_checkable
+class ProgressingWorkflow(Protocol):
+    """A workflow that knows how far it has come."""
+
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        ...
+
+
+@runtime_checkable
+class ObservableWorkflow(Protocol):
+    """A workflow of simulation that says what can be measured, by its own rules."""
+
+    def targets(self) -> Mapping[str, float]:
+        """What is driven below which threshold; empty when nothing is."""
+        ...
+
+    def observables(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Quantities of each graph by name, ``[B]``; NaN where a graph has none."""
+        ...
+
+
+@runtime_checkable
+class CompositeWorkflow(Protocol):
+    """A workflow made of others."""
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """They, in order; itself where it is one."""
+        ...
+
+
+@cache
+def conforms(kind: type, protocol: type) -> bool:
+    """``issubclass`` with a protocol of methods only, remembered: the question itself takes tens of microseconds."""
+    return issubclass(kind, protocol)

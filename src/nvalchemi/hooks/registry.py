@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from time import perf_counter
 from typing import Any, ClassVar
 
 from nvalchemi.data import Batch
@@ -95,6 +96,8 @@ class HookRegistryMixin:
     _hooks: tuple[Hook, ...] = ()
     _table: _DispatchTable = _DispatchTable((), frozenset())
     _open_hooks: list[Hook] | None = None
+    # Host time in hooks by class, s; measured when somebody has put a dictionary here.
+    _hook_seconds: dict[str, float] | None = None
 
     # ------------------------------------------------------------------ registration
     @property
@@ -221,11 +224,15 @@ class HookRegistryMixin:
             # A hook that an earlier one removed is closed by now.
             if self._hooks is not registered and not any(h is hook for h in self._hooks):
                 continue
+            start = perf_counter()
             try:
                 hook(ctx, stage)
             except BaseException as error:
                 error.add_note(f"raised by hook {_name(hook)} at stage {stage.name}, step {self.step_count}")
                 raise
+            if self._hook_seconds is not None:
+                name = _name(hook)
+                self._hook_seconds[name] = self._hook_seconds.get(name, 0.0) + perf_counter() - start
 
     # ------------------------------------------------------------------ opening and closing
     @contextmanager

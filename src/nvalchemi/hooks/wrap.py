@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from nvalchemi import _kernels
 from nvalchemi.data import Batch
 from nvalchemi.hooks.context import HookContext, active_graphs
-from nvalchemi.hooks.neighbor_list import REFERENCE_POSITIONS
+from nvalchemi.hooks.neighbor_list import REFERENCE_POSITIONS, NeighborListHook
+from nvalchemi.hooks.registry import HookRegistryMixin
 
 
 class WrapPeriodicHook:
@@ -51,7 +53,7 @@ class WrapPeriodicHook:
         active = active_graphs(ctx)
         if active is not None:
             axes = axes & active[:, None]
-        move = _move_compiled if batch.positions.device.type == "cpu" else _move_portable
+        move = _move_compiled if _kernels.serve(batch.positions) else _move_portable
         n, crossed, count = move(batch, self._inverse_cell(batch.cell), axes)
         if count == 0:
             return
@@ -60,7 +62,7 @@ class WrapPeriodicHook:
         if "neighbor_list_shifts" in batch:
             _shift_list(batch, n, crossed)
         if "neighbor_matrix_shifts" in batch:
-            _shift_matrix(batch, n, crossed)
+            _shift_matrix(batch, n, crossed, full=_has_full_list(ctx, batch))
 
     def _inverse_cell(self, cell: Tensor) -> Tensor:
         known, version, inverse = self._inverse
@@ -80,7 +82,7 @@ def _move_compiled(batch: Batch, inverse: Tensor, axes: Tensor) -> tuple[Tensor,
 
     positions = batch.positions
     reference: Tensor | None = batch.get(REFERENCE_POSITIONS.name)
-    n = torch.zeros_like(positions, dtype=torch.int64)
+    n = torch.zeros_like(positions, dtype=torch.int32)
     crossed = torch.zeros_like(batch.batch_idx, dtype=torch.bool)
     count: int = wrap_atoms(
         positions.numpy(),
@@ -107,7 +109,7 @@ def _move_portable(batch: Batch, inverse: Tensor, axes: Tensor) -> tuple[Tensor,
     # Atoms of a structure that failed may be anywhere: they stay.
     images = torch.where(axes[graph] & (scaled.abs() < 2.0**31), scaled.floor(), 0)
     move = (images.unsqueeze(-2) @ batch.cell.double()[graph]).squeeze(-2).to(batch.dtype)
-    n = images.long()
+    n = images.int()
     crossed = (n != 0).any(1)
     batch.positions.sub_(move)
     if REFERENCE_POSITIONS.name in batch:
@@ -121,7 +123,7 @@ def _shift_list(batch: Batch, n: Tensor, crossed: Tensor) -> None:
     if "shifts" in batch:
         vectors = (n[j] - n[i]).to(batch.dtype).unsqueeze(-2) @ batch.cell[batch.batch_idx[i]]
         batch.shifts.add_(vectors.squeeze(-2))
-    if n.device.type == "cpu":
+    if _kernels.serve(n):
         from nvalchemi._kernels.wrap import shift_list
 
         shift_list(n.numpy(), crossed.numpy(), batch.neighbor_list.numpy(), shifts.numpy())
@@ -130,12 +132,23 @@ def _shift_list(batch: Batch, n: Tensor, crossed: Tensor) -> None:
         shifts.add_((n[j] - n[i]).to(shifts.dtype))
 
 
-def _shift_matrix(batch: Batch, n: Tensor, crossed: Tensor) -> None:
-    matrix, shifts = batch.neighbor_matrix, batch.neighbor_matrix_shifts
-    if n.device.type == "cpu":
-        from nvalchemi._kernels.wrap import shift_matrix
+def _has_full_list(ctx: HookContext, batch: Batch) -> bool:
+    """Whether the list is known to have each pair in both directions; where others made it, it may be a half list."""
+    workflow = ctx.workflow
+    hooks = workflow.hooks if isinstance(workflow, HookRegistryMixin) else ()
+    return any(
+        isinstance(hook, NeighborListHook) and not hook.config.half_list and hook.owns_list(batch)
+        for hook in hooks
+    )
 
-        shift_matrix(n.numpy(), crossed.numpy(), matrix.numpy(), shifts.numpy())
+
+def _shift_matrix(batch: Batch, n: Tensor, crossed: Tensor, full: bool = False) -> None:
+    matrix, shifts = batch.neighbor_matrix, batch.neighbor_matrix_shifts
+    if _kernels.serve(n):
+        from nvalchemi._kernels.wrap import shift_full_matrix, shift_matrix
+
+        shift = shift_full_matrix if full else shift_matrix
+        shift(n.numpy(), crossed.numpy(), matrix.numpy(), shifts.numpy())
         # Compiled code wrote, which torch cannot see.
         increment_version(shifts)
     else:

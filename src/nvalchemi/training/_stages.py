@@ -41,6 +41,9 @@ class TrainingStage(Enum):
     ``num_steps`` inside an epoch leaves that epoch open, to be continued.
     """
 
+    # Members are single objects; Enum's own hash is a Python function that would run at every look-up in a table.
+    __hash__ = object.__hash__
+
     SETUP = "setup"
     BEFORE_TRAINING = "before_training"
     BEFORE_EPOCH = "before_epoch"

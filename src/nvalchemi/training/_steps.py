@@ -51,10 +51,48 @@ def has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for p in parameters_of([optimizer]))
 
 
+def total_norm(gradients: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Norm of all gradients together, as :func:`torch.nn.utils.get_total_norm` has it, to the bit.
+
+    Examples
+    --------
+    >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])]).item()
+    5.0
+    """
+    if not _alike(gradients):
+        return torch.nn.utils.get_total_norm(gradients, norm_type)
+    norms = torch._foreach_norm(gradients, norm_type)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def scale_to_norm(parameters: list[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients of this norm down, as :func:`torch.nn.utils.clip_grads_with_norm_` does, to the bit."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if _alike(gradients):
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
+
+def _alike(tensors: list[Tensor]) -> bool:
+    """Whether one operation may take them all. Torch sorts them first, which takes longer than the operation."""
+    if not tensors:
+        return False
+    device, dtype = tensors[0].device, tensors[0].dtype
+    return all(type(t) is Tensor and t.device == device and t.dtype is dtype for t in tensors)
+
+
 def zero_gradients(optimizers: Iterable[Optimizer]) -> None:
     """Set all gradients to ``None``."""
     for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
+        if type(optimizer).zero_grad is not Optimizer.zero_grad:
+            optimizer.zero_grad(set_to_none=True)
+            continue
+        # What Optimizer.zero_grad comes to, without the profiler's record that takes longer than all of it.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def step_optimizers(
@@ -78,23 +116,27 @@ def step_optimizers(
     bool
         Whether a step really ran; a scaler leaves it out where gradients overflowed.
     """
-    before = [steps_made(optimizer) for optimizer in optimizers]
     if scaler is None:
+        stepped = optimizers
         for optimizer in optimizers:
             optimizer.step()
     else:
-        # The scaler refuses an optimizer none of whose parameters took part in this batch.
-        active = [optimizer for optimizer in optimizers if has_gradients(optimizer)]
-        for optimizer in active:
-            scaler.step(optimizer)
-        if active:
-            scaler.update()
-    stepped = {
-        id(optimizer) for optimizer, n in zip(optimizers, before, strict=True) if steps_made(optimizer) > n
-    }
+        stepped = _step_with_scaler(optimizers, scaler)
     for scheduler in schedulers:
         if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
             continue
-        if id(scheduler.optimizer) in stepped:
+        if any(scheduler.optimizer is optimizer for optimizer in stepped):
             scheduler.step()
     return bool(stepped)
+
+
+def _step_with_scaler(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:
+    """Optimizers that really stepped."""
+    before = [steps_made(optimizer) for optimizer in optimizers]
+    # The scaler refuses an optimizer none of whose parameters took part in this batch.
+    active = [optimizer for optimizer in optimizers if has_gradients(optimizer)]
+    for optimizer in active:
+        scaler.step(optimizer)
+    if active:
+        scaler.update()
+    return [optimizer for optimizer, n in zip(optimizers, before, strict=True) if steps_made(optimizer) > n]

@@ -15,6 +15,22 @@ from nvalchemi.training.losses import ComposedLoss, LossTerm
 from nvalchemi.training.optimizer_config import OptimizerConfig
 
 
+def check_config_type(configs: Any) -> Any:
+    """Say what is wanted where an optimizer, its class or its name is given instead of a configuration."""
+    for config in configs if isinstance(configs, list | tuple) else [configs]:
+        if isinstance(config, Optimizer):
+            raise ValueError(
+                f"give OptimizerConfig({type(config).__name__}, {{…}}), not the optimizer: the strategy builds it "
+                "when hooks have frozen or replaced what they are to"
+            )
+        if isinstance(config, str | type):
+            name = config if isinstance(config, str) else config.__name__
+            raise ValueError(
+                f"give OptimizerConfig({name}, {{…}}) with the arguments of the optimizer, not {name}"
+            )
+    return configs
+
+
 def configs_by_model(configs: Any, models: Mapping[str, nn.Module]) -> dict[str, list[OptimizerConfig]]:
     """Bring every accepted form of ``optimizer_configs`` into one: a list for each trained model.
 
@@ -49,6 +65,18 @@ def check_models(models: Mapping[str, nn.Module]) -> None:
             raise ValueError(
                 f"model {key!r} is sharded (FSDP): its parameters are DTensors, which are not supported; use DDPHook"
             )
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Refuse what cannot be called with predictions and a batch, as far as that can be seen."""
+    if isinstance(loss_fn, type):
+        raise ValueError(f"loss_fn is a class; give an object of it: {loss_fn.__name__}()")
+    if type(loss_fn).__module__.startswith("torch.nn."):
+        raise ValueError(
+            f"loss_fn is torch's {type(loss_fn).__name__}, which compares two tensors; it is called as "
+            "loss_fn(predictions, batch): use the losses of this package, such as EnergyMSELoss() + 10.0 * "
+            "ForceMSELoss(), or a function of predictions and batch that returns a scalar"
+        )
 
 
 def shared_neighbor_lists(models: Iterable[nn.Module]) -> list[NeighborConfig]:

@@ -95,7 +95,7 @@ class EpochPosition:
         iterator = (
             self._go_on(loader) if isinstance(loader, ResumableLoader) else self._start_or_return(loader)
         )
-        length = _length(loader)
+        length = batches_per_epoch(loader)
         if length is None:
             yield from self._look_ahead(iterator)
         else:
@@ -177,7 +177,7 @@ def _set_states(generators: list[torch.Generator], states: list[Tensor] | None) 
         generator.set_state(state)
 
 
-def _length(loader: Iterable[Any]) -> int | None:
+def batches_per_epoch(loader: Iterable[Any]) -> int | None:
     """Number of batches of an epoch, where the loader knows it."""
     if not isinstance(loader, Sized):
         return None

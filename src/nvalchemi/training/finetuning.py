@@ -1,9 +1,10 @@
 """Training that starts from a trained model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nvalchemi.training.hooks.finetune import ModulePatchHook, TrainableParameterHook
+from nvalchemi.training.registry import as_hooks
 from nvalchemi.training.strategy import TrainingStrategy
 
 
@@ -47,7 +48,7 @@ class FineTuningStrategy(TrainingStrategy):
         freeze_patterns: Sequence[str] = (),
         trainable_patterns: Sequence[str] = (),
         patches: Mapping[str, Any] | None = None,
-        hooks: Iterable[Any] = (),
+        hooks: Any = (),
         **options: Any,
     ) -> None:
         first: list[Any] = []
@@ -60,5 +61,11 @@ class FineTuningStrategy(TrainingStrategy):
                 )
             )
         super().__init__(
-            models, optimizer_configs, loss_fn, num_epochs, num_steps, hooks=[*first, *hooks], **options
+            models,
+            optimizer_configs,
+            loss_fn,
+            num_epochs,
+            num_steps,
+            hooks=[*first, *as_hooks(hooks)],
+            **options,
         )

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from nvalchemi.data import Batch
+from nvalchemi.data import AtomicData, Batch
 from nvalchemi.hooks import TrainContext
 from nvalchemi.training.losses import ComposedLoss, LossOutput
 
@@ -41,6 +42,20 @@ def _explain_dtypes(models: Mapping[str, nn.Module], batch: Batch, error: Runtim
                 f"model {key!r} has weights of {', '.join(sorted(map(str, dtypes)))} and the batch is {batch.dtype}: "
                 "use batch.to(dtype=…) or model.to(…)"
             ) from error
+
+
+def on_device(batch: Any, device: torch.device) -> Batch:
+    """The batch on a device.
+
+    Raises
+    ------
+    TypeError
+        It is no batch.
+    """
+    if not isinstance(batch, Batch):
+        hint = ": nvalchemi.data.DataLoader makes them of a dataset" if isinstance(batch, AtomicData) else ""
+        raise TypeError(f"the dataloader must give Batch, got {type(batch).__name__}{hint}")
+    return batch if batch.device == device else batch.to(device)
 
 
 def evaluate_function(

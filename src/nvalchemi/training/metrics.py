@@ -82,17 +82,7 @@ class ErrorMetrics:
         ValueError
             A prediction whose shape is not that of its label.
         """
-        for quantity in self.QUANTITIES:
-            target_key, prediction_key = self.target_keys[quantity], self.prediction_keys[quantity]
-            if target_key not in batch or prediction_key not in predictions:
-                continue
-            target = batch[target_key]
-            prediction = predictions[prediction_key].detach()
-            if prediction.shape != target.shape:
-                raise ValueError(
-                    f"the prediction {prediction_key!r} has shape {list(prediction.shape)}, "
-                    f"the label {target_key!r} has {list(target.shape)}"
-                )
+        for quantity, (target, prediction) in self.labelled(predictions, batch).items():
             errors = (prediction.to(torch.float64) - target.to(torch.float64)).flatten(1)
             labelled = target.isfinite().flatten(1)
             rows = _sums_of_rows(errors, labelled)
@@ -100,6 +90,22 @@ class ErrorMetrics:
             if quantity == "energy":
                 sizes = batch.num_nodes_per_graph.unsqueeze(-1)
                 self._add("energy_per_atom", _sums_of_rows(errors / sizes, labelled), batch)
+
+    def labelled(self, predictions: Mapping[str, Tensor], batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+        """Label and prediction of each quantity that both the data and the model have; shapes as in :meth:`update`."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for quantity in self.QUANTITIES:
+            target_key, prediction_key = self.target_keys[quantity], self.prediction_keys[quantity]
+            if target_key not in batch or prediction_key not in predictions:
+                continue
+            target, prediction = batch[target_key], predictions[prediction_key].detach()
+            if prediction.shape != target.shape:
+                raise ValueError(
+                    f"the prediction {prediction_key!r} has shape {list(prediction.shape)}, "
+                    f"the label {target_key!r} has {list(target.shape)}"
+                )
+            found[quantity] = (target, prediction)
+        return found
 
     def _add(self, quantity: str, rows: Tensor, batch: Batch) -> None:
         self._add_to(quantity, "", rows.sum(0))

@@ -12,13 +12,26 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from nvalchemi.training.spec import name_of, resolve
 
 
-def _class(value: Any) -> Any:
-    return resolve(value) if isinstance(value, str) else value
+def _named(value: Any, module: str) -> Any:
+    """Class or function of a dotted name, or of a bare one in ``module``."""
+    if not isinstance(value, str):
+        return value
+    return resolve(value if "." in value else f"{module}.{value}")
 
 
-_OptimizerClass = Annotated[type[Optimizer], BeforeValidator(_class), PlainSerializer(name_of)]
-_SchedulerClass = Annotated[type[LRScheduler], BeforeValidator(_class), PlainSerializer(name_of)]
-_Adapter = Annotated[Callable[..., float], BeforeValidator(_class), PlainSerializer(name_of)]
+_OptimizerClass = Annotated[
+    type[Optimizer], BeforeValidator(lambda v: _named(v, "torch.optim")), PlainSerializer(name_of)
+]
+_SchedulerClass = Annotated[
+    type[LRScheduler],
+    BeforeValidator(lambda v: _named(v, "torch.optim.lr_scheduler")),
+    PlainSerializer(name_of),
+]
+_Adapter = Annotated[
+    Callable[..., float],
+    BeforeValidator(lambda v: resolve(v) if isinstance(v, str) else v),
+    PlainSerializer(name_of),
+]
 
 
 class OptimizerConfig(BaseModel):
@@ -27,11 +40,11 @@ class OptimizerConfig(BaseModel):
     Parameters
     ----------
     optimizer_cls : type of torch.optim.Optimizer
-        Class of the optimizer, or its dotted name.
+        Class of the optimizer, its name in ``torch.optim`` (``"AdamW"``) or any dotted name.
     optimizer_kwargs : dict, default {}
         Its arguments besides the parameters.
     scheduler_cls : type of torch.optim.lr_scheduler.LRScheduler, optional
-        Class of the scheduler. It advances with every optimizer step that really ran;
+        Class of the scheduler, or its name likewise. It advances with every optimizer step that really ran;
         :class:`~torch.optim.lr_scheduler.ReduceLROnPlateau` advances at validation.
     scheduler_kwargs : dict, default {}
         Its arguments besides the optimizer.

@@ -7,6 +7,7 @@ from nvalchemi._tree import flatten
 from nvalchemi.hooks import CheckpointableHook
 from nvalchemi.training import _ranks
 from nvalchemi.training.archive import Snapshot
+from nvalchemi.training.hooks.update import PerRankHook, TrainingUpdateOrchestrator, numbered
 from nvalchemi.training.rng import random_state
 
 if TYPE_CHECKING:
@@ -22,16 +23,28 @@ def take_snapshot(strategy: "TrainingStrategy") -> Snapshot:
         }
         for key, model in strategy.model_dict.items()
     }
-    counters = strategy.counters()
+    counters, hooks = strategy.counters(), named_hooks(strategy)
     state, tensors = flatten(
         {
             "counters": counters,
             "optimizers": [optimizer.state_dict() for optimizer in strategy.optimizers],
             "schedulers": [None if s is None else s.state_dict() for s in strategy.lr_schedulers],
-            "hooks": {name: hook.state_dict() for name, hook in named_hooks(strategy).items()},
+            "hooks": {
+                name: hook.state_dict() for name, hook in hooks.items() if not isinstance(hook, PerRankHook)
+            },
             "last_validation": strategy.last_validation,
             "stop_reason": strategy.stop_reason,
-            "ranks": _ranks.gather({"random": random_state(), "position": strategy.position.state_dict()}),
+            "ranks": _ranks.gather(
+                {
+                    "random": random_state(),
+                    "position": strategy.position.state_dict(),
+                    "hooks": {
+                        name: hook.state_dict()
+                        for name, hook in hooks.items()
+                        if isinstance(hook, PerRankHook)
+                    },
+                }
+            ),
         }
     )
     try:
@@ -60,6 +73,8 @@ def restore_snapshot(strategy: "TrainingStrategy", snapshot: Snapshot, *, strict
         Models, optimizers or hooks do not match.
     """
     state: Any = snapshot.tree()
+    own: Mapping[str, Any] = state["ranks"][_ranks.rank() % len(state["ranks"])]
+    saved_hooks: Mapping[str, Any] = {**state["hooks"], **own["hooks"]}
     hooks = named_hooks(strategy)
     _compare("models", set(snapshot.weights), set(strategy.model_dict))
     if len(state["optimizers"]) != len(strategy.optimizers):
@@ -67,7 +82,7 @@ def restore_snapshot(strategy: "TrainingStrategy", snapshot: Snapshot, *, strict
             f"the checkpoint has {len(state['optimizers'])} optimizers, the strategy {len(strategy.optimizers)}"
         )
     if strict:
-        _compare("hooks with state", set(state["hooks"]), set(hooks))
+        _compare("hooks with state", set(saved_hooks), set(hooks))
     for key, model in strategy.model_dict.items():
         model.load_state_dict(snapshot.weights[key])
     for optimizer, saved in zip(strategy.optimizers, state["optimizers"], strict=True):
@@ -78,24 +93,21 @@ def restore_snapshot(strategy: "TrainingStrategy", snapshot: Snapshot, *, strict
         if scheduler is not None:
             scheduler.load_state_dict(saved)
     for name, hook in hooks.items():
-        if name in state["hooks"]:
-            hook.load_state_dict(state["hooks"][name])
+        if name in saved_hooks:
+            hook.load_state_dict(saved_hooks[name])
     strategy.set_counters(state["counters"])
     strategy.last_validation = state["last_validation"]
     strategy.stop_reason = state["stop_reason"]
-    own: Mapping[str, Any] = state["ranks"][_ranks.rank() % len(state["ranks"])]
     strategy.position.load_state_dict(own["position"])
     strategy.set_random_state_at_run(own["random"])
 
 
 def named_hooks(strategy: "TrainingStrategy") -> dict[str, CheckpointableHook]:
-    """Hooks with state, by class and number."""
-    names: dict[str, CheckpointableHook] = {}
+    """Hooks with state by class and number, update hooks each by itself."""
+    hooks: list[Any] = []
     for hook in strategy.hooks:
-        if isinstance(hook, CheckpointableHook):
-            kind = type(hook).__name__
-            names[f"{kind}.{sum(name.startswith(f'{kind}.') for name in names)}"] = hook
-    return names
+        hooks += hook.iter_hooks() if isinstance(hook, TrainingUpdateOrchestrator) else (hook,)
+    return numbered(hooks)
 
 
 def _compare(what: str, saved: set[str], present: set[str]) -> None:

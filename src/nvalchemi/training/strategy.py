@@ -1,13 +1,11 @@
 """The training loop and what it is made of."""
 
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from enum import Enum
-from os import PathLike
-from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, Self, cast
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
@@ -15,38 +13,39 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from nvalchemi.data import AtomicData, Batch
-from nvalchemi.hooks import HookRegistryMixin, NeighborListHook, TrainContext
+from nvalchemi.data import Batch
+from nvalchemi.hooks import NeighborListHook, TrainContext
+from nvalchemi.hooks.protocols import Progress
 from nvalchemi.training import _ranks
-from nvalchemi.training._stages import REPLACEMENT_SLOTS, UPDATE_STAGES, TrainingStage
+from nvalchemi.training._stages import TrainingStage
 from nvalchemi.training._steps import steps_made
-from nvalchemi.training.archive import read_newest, write_checkpoint
 from nvalchemi.training.building import (
     as_composed,
     build_optimizers,
+    check_config_type,
+    check_loss_fn,
     check_models,
     configs_by_model,
     shared_neighbor_lists,
 )
-from nvalchemi.training.epoch import EpochPosition
-from nvalchemi.training.forward import evaluate_function, predict, why_not_finite
-from nvalchemi.training.hooks.update import TrainingUpdateHook, TrainingUpdateOrchestrator
+from nvalchemi.training.epoch import EpochPosition, batches_per_epoch
+from nvalchemi.training.forward import evaluate_function, on_device, predict, why_not_finite
+from nvalchemi.training.hooks.update import TrainingUpdateOrchestrator
 from nvalchemi.training.losses import loss_from_spec
 from nvalchemi.training.optimizer_config import OptimizerConfig
-from nvalchemi.training.rng import set_random_state
-from nvalchemi.training.slots import check_slots, claims
+from nvalchemi.training.registry import UpdateHookRegistry, as_hooks
+from nvalchemi.training.saved import SavedStrategy
 from nvalchemi.training.spec import resolve
-from nvalchemi.training.state import restore_snapshot, take_snapshot
-from nvalchemi.training.strategy_spec import arguments_from_spec, describe_strategy
 from nvalchemi.training.validation import ValidationConfig, inference_models, validate
 
-_COUNTERS = ("step_count", "global_step_count", "batch_count", "epoch_count", "epoch_step_count")
-_MAX_IDLE_EPOCHS = (
-    20  # float16 may overflow at each halving of its scale from 2^16 to 1 before the first step runs
-)
+# Float16 may overflow at each halving of its scale from 2^16 to 1 before the first step runs.
+_MAX_IDLE_EPOCHS = 20
 
 _Models = nn.Module | dict[str, nn.Module]
-_Configs = OptimizerConfig | list[OptimizerConfig] | dict[str, OptimizerConfig | list[OptimizerConfig]]
+_Configs = Annotated[
+    OptimizerConfig | list[OptimizerConfig] | dict[str, OptimizerConfig | list[OptimizerConfig]],
+    BeforeValidator(check_config_type),
+]
 _Loss = Annotated[Callable[..., Any], BeforeValidator(loss_from_spec)]
 _TrainingFn = Annotated[
     Callable[..., Any], BeforeValidator(lambda v: resolve(v) if isinstance(v, str) else v)
@@ -54,7 +53,7 @@ _TrainingFn = Annotated[
 _Device = Annotated[torch.device, BeforeValidator(torch.device)]
 
 
-class TrainingStrategy(BaseModel, HookRegistryMixin):
+class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
     """Train models: the loop drawn in :class:`~nvalchemi.training.TrainingStage`, with hooks at its stages.
 
     Parameters
@@ -68,7 +67,7 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
         A loss of :mod:`nvalchemi.training.losses`, or ``loss_fn(predictions, batch)`` that returns a scalar tensor.
     num_epochs, num_steps : int
         When to end, in passes through the data or in optimizer steps that really ran; exactly one of them.
-    hooks : sequence of hooks, default ()
+    hooks : hook or sequence of hooks, default ()
         Bare update hooks are joined in one :class:`~nvalchemi.training.hooks.TrainingUpdateOrchestrator` at
         the place of the first.
     training_fn : callable, optional
@@ -115,7 +114,6 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    _stage_type: ClassVar[type[Enum] | tuple[type[Enum], ...]] = TrainingStage
 
     models: _Models
     optimizer_configs: _Configs
@@ -144,7 +142,7 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
         loss_fn: Any,
         num_epochs: int | None = None,
         num_steps: int | None = None,
-        hooks: Iterable[Any] = (),
+        hooks: Any = (),
         training_fn: Callable[..., Any] | str | None = None,
         devices: Sequence[torch.device | str] | torch.device | str | None = None,
         validation_config: ValidationConfig | None = None,
@@ -169,21 +167,15 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
         self._configs: list[OptimizerConfig] = []
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[LRScheduler | None] = []
-        self._is_set_up = False
-        self._update: TrainingUpdateOrchestrator | None = None
-        self._update_given = False
         self._plain_update = TrainingUpdateOrchestrator()
-        self._unclaimed = UPDATE_STAGES
-        self._tolerates_nonfinite = False
         self._ctx: TrainContext | None = None
         self._entered: ExitStack | None = None
         self._dataloader: Iterable[Batch] = ()
         self._position = EpochPosition()
         self._epoch = self.epoch_count
         self._idle_epochs = 0
-        self._validated_at = 0
-        self._pending_random_state: Mapping[str, Any] | None = None
-        for hook in hooks:
+        self._rank, self._world_size = _ranks.rank(), _ranks.world_size()
+        for hook in as_hooks(hooks):
             self.register_hook(hook)
 
     @model_validator(mode="after")
@@ -192,8 +184,7 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
             raise ValueError(
                 f"give exactly one of num_epochs and num_steps, got {self.num_epochs} and {self.num_steps}"
             )
-        if isinstance(self.loss_fn, type):
-            raise ValueError(f"loss_fn is a class; give an object of it: {self.loss_fn.__name__}()")
+        check_loss_fn(self.loss_fn)
         check_models(self.model_dict)
         configs_by_model(self.optimizer_configs, self.model_dict)
         if len(self.model_dict) > 1 and self.training_fn is None:
@@ -243,72 +234,6 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
     def __str__(self) -> str:
         return repr(self)
 
-    # ------------------------------------------------------------------ hooks
-    def register_hook(self, hook: Any, stage: Enum | None = None) -> None:
-        """Add a hook after those already registered; a bare update hook joins the other update hooks.
-
-        Raises
-        ------
-        ValueError
-            A second orchestrator, a second claim on ``DO_BACKWARD`` or ``DO_OPTIMIZER_STEP``, exclusive
-            update hooks, an update hook that is there already or is given a stage; and what
-            :meth:`nvalchemi.hooks.HookRegistryMixin.register_hook` raises.
-        """
-        if isinstance(hook, TrainingUpdateHook):
-            if any(hook is other for other in self.update_hooks()):
-                raise ValueError(
-                    f"{type(hook).__name__} is registered already with this {type(self).__name__}"
-                )
-            if stage is not None:
-                raise ValueError(
-                    f"{type(hook).__name__} is an update hook, which has stages of its own: give no stage"
-                )
-        if isinstance(hook, TrainingUpdateHook) and self._update is not None:
-            self._update.extend(hook)
-        elif isinstance(hook, TrainingUpdateOrchestrator) and self._update is not None:
-            if self._update_given:
-                raise ValueError(
-                    f"{hook!r} cannot be registered beside {self._update!r}: compose them with + into one orchestrator"
-                )
-            hook.extend(self._update)
-            old: Any = self._update
-            new_hook: Any = hook
-            self._set_hooks(tuple(new_hook if each is old else each for each in self._hooks))
-            self._update, self._update_given = hook, True
-        else:
-            given = isinstance(hook, TrainingUpdateOrchestrator)
-            new: Any = TrainingUpdateOrchestrator(hook) if isinstance(hook, TrainingUpdateHook) else hook
-            check_slots(new, self._hooks, stage)
-            super().register_hook(new, stage)
-            if isinstance(new, TrainingUpdateOrchestrator):
-                self._update, self._update_given = new, given
-        self._noteclaims()
-        if self._is_set_up:
-            self._call_at_setup(hook)
-
-    def remove_hook(self, hook: Any) -> None:
-        """Remove a hook; the orchestrator with all its members."""
-        super().remove_hook(hook)
-        if hook is self._update:
-            self._update, self._update_given = None, False
-        self._noteclaims()
-
-    def _noteclaims(self) -> None:
-        claimed = {slot for slot in REPLACEMENT_SLOTS if any(claims(hook, slot) for hook in self._hooks)}
-        self._unclaimed = frozenset() if self._update is not None else UPDATE_STAGES - claimed
-        self._tolerates_nonfinite = any(hook.tolerates_nonfinite_loss for hook in self.update_hooks())
-
-    def _call_at_setup(self, hook: Any) -> None:
-        ctx = self._build_context(None)
-        if isinstance(hook, TrainingUpdateHook):
-            hook(ctx, TrainingStage.SETUP, False)
-        elif isinstance(hook, TrainingUpdateOrchestrator) or claims(hook, TrainingStage.SETUP):
-            hook(ctx, TrainingStage.SETUP)
-
-    def update_hooks(self) -> Iterator[TrainingUpdateHook]:
-        """Update hooks in the order in which they are called."""
-        return iter(()) if self._update is None else self._update.iter_hooks()
-
     def _build_context(self, batch: Batch | None) -> TrainContext:
         # One context lives through all stages of a batch: hooks hand the loss and the scaler on in it.
         return self._ctx if self._ctx is not None else self._new_context(batch, False)
@@ -319,7 +244,7 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
             batch=batch,
             model=models.get("main", next(iter(models.values()))),
             models=self._called_models,
-            global_rank=_ranks.rank(),
+            global_rank=self._rank,
             workflow=self,
             step_count=self.step_count,
             global_step_count=self.global_step_count,
@@ -347,6 +272,10 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
             model.to(self.devices[0])
         self._add_neighbor_hooks()
         self._call_hooks(TrainingStage.SETUP, None)
+        self._rank, self._world_size = (
+            _ranks.rank(),
+            _ranks.world_size(),
+        )  # a hook may have joined the processes
         configs = configs_by_model(self.optimizer_configs, self.model_dict)
         self._configs, self._optimizers, self._schedulers = build_optimizers(configs, self.model_dict)
         self._is_set_up = True
@@ -395,6 +324,16 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
                 UserWarning,
                 stacklevel=3,
             )
+
+    def progress(self) -> Progress:
+        """Optimizer steps made of ``num_steps``, or batches used of those of all epochs."""
+        note = self.stop_reason or ""
+        if self.num_steps is not None:
+            return Progress(self.step_count, self.num_steps, "step", note)
+        length = batches_per_epoch(self._dataloader)
+        if length is None or self.num_epochs is None:
+            return Progress(self.batch_count, None, "batch", note)
+        return Progress(self.batch_count, self.num_epochs * length, "batch", note)
 
     @property
     def finished(self) -> bool:
@@ -466,17 +405,18 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
             return self._train_batch(batch, is_last_batch, in_epoch=False)
 
     def _train_batch(self, batch: Batch, is_last: bool, *, in_epoch: bool) -> Tensor:
-        ctx = self._ctx = self._new_context(self._on_device(batch), is_last)
+        ctx = self._ctx = self._new_context(on_device(batch, self.devices[0]), is_last)
         try:
             self._stage(TrainingStage.BEFORE_BATCH)
             self._stage(TrainingStage.BEFORE_FORWARD)
             ctx.predictions = self.predict(self._called_models, cast(Batch, ctx.batch))
             self._stage(TrainingStage.AFTER_FORWARD)
             self._stage(TrainingStage.BEFORE_LOSS)
-            ctx.loss, ctx.losses = self.evaluate_loss(ctx.predictions, cast(Batch, ctx.batch))
+            ctx.loss, ctx.losses, ctx.unweighted_losses = self._evaluate(
+                ctx.predictions, cast(Batch, ctx.batch)
+            )
             self._stage(TrainingStage.AFTER_LOSS)
-            self._check_loss(ctx)
-            loss = ctx.loss
+            loss = self._checked_loss(ctx)
             self._stage(TrainingStage.BEFORE_BACKWARD)
             self._stage(TrainingStage.DO_BACKWARD)
             ctx.loss = loss  # hooks have scaled the one that was differentiated
@@ -506,7 +446,7 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
         self._stage(TrainingStage.DO_OPTIMIZER_STEP)
         if before != [steps_made(optimizer) for optimizer in self._optimizers]:
             self.step_count += 1
-            self.global_step_count += _ranks.world_size()
+            self.global_step_count += self._world_size
             self.epoch_step_count += 1
             ctx.step_count, ctx.global_step_count = self.step_count, self.global_step_count
             ctx.epoch_step_count = self.epoch_step_count
@@ -523,14 +463,6 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
             self._validate_and_schedule()
 
     # ------------------------------------------------------------------ forward and loss
-    def _on_device(self, batch: Batch) -> Batch:
-        if not isinstance(batch, Batch):
-            hint = (
-                ": nvalchemi.data.DataLoader makes them of a dataset" if isinstance(batch, AtomicData) else ""
-            )
-            raise TypeError(f"the dataloader must give Batch, got {type(batch).__name__}{hint}")
-        return batch if batch.device == self.devices[0] else batch.to(self.devices[0])
-
     def predict(self, models: Mapping[str, nn.Module], batch: Batch) -> Mapping[str, Tensor]:
         """Forward pass as ``training_fn`` defines it, with models that stand for those of the strategy."""
         subject: Any = dict(models) if isinstance(self.models, dict) else models["main"]
@@ -542,23 +474,31 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
         self, predictions: Mapping[str, Tensor], batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and its components with the weights of the present step and epoch."""
+        total, components, _ = self._evaluate(predictions, batch)
+        return total, components
+
+    def _evaluate(
+        self, predictions: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor] | None]:
+        """Loss, its components, and these before weighting where there are weights."""
         if self._loss is not None:
             output = self._loss(predictions, batch, step=self.step_count, epoch=self._epoch)
-            return output.total, output.components
-        return evaluate_function(self.loss_fn, predictions, batch)
+            return output.total, output.components, output.unweighted
+        return *evaluate_function(self.loss_fn, predictions, batch), None
 
-    def _check_loss(self, ctx: TrainContext) -> None:
+    def _checked_loss(self, ctx: TrainContext) -> Tensor:
         loss = cast(Tensor, ctx.loss)
         if not loss.requires_grad:
             raise ValueError(
                 "the loss does not depend on any trainable parameter: are the predictions detached, or all weights of "
                 "the loss 0?"
             )
-        if self.check_finite and not self._tolerates_nonfinite and not torch.isfinite(loss):
+        if self.check_finite and not self._tolerates_nonfinite and not math.isfinite(value := loss.item()):
             raise ValueError(
-                f"the loss of batch {self.batch_count} (epoch {self._epoch}) is {loss.item()}: "
+                f"the loss of batch {self.batch_count} (epoch {self._epoch}) is {value}: "
                 f"{why_not_finite(self._loss, ctx)}. Weights are unchanged since the last step"
             )
+        return loss
 
     def _set_training_mode(self) -> None:
         trained = configs_by_model(self.optimizer_configs, self.model_dict)
@@ -599,7 +539,7 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
 
     def prepare_validation_batch(self, batch: Batch) -> Batch:
         """Bring a batch to the device and have the hooks that belong to an evaluation (neighbour lists) work on it."""
-        batch = self._on_device(batch)
+        batch = on_device(batch, self.devices[0])
         under_way, self._ctx = self._ctx, None  # in the midst of training its context shows another batch
         try:
             self._call_evaluation_hooks(TrainingStage.BEFORE_FORWARD, batch)
@@ -627,128 +567,3 @@ class TrainingStrategy(BaseModel, HookRegistryMixin):
         entered, self._entered = self._entered, None
         if entered is not None:
             entered.__exit__(kind, error, traceback)
-
-    # ------------------------------------------------------------------ state
-    def counters(self) -> dict[str, int]:
-        """Counters by name."""
-        return {name: vars(self)[name] for name in _COUNTERS}
-
-    def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Set the counters, as a restore does."""
-        for name in _COUNTERS:
-            setattr(self, name, counters[name])
-        self._epoch, self._validated_at = self.epoch_count, self.step_count
-
-    def set_random_state_at_run(self, state: Mapping[str, Any]) -> None:
-        """Have the random number generators set when training goes on, so that nothing until then can disturb them."""
-        self._pending_random_state = state
-
-    def _apply_random_state(self) -> None:
-        if self._pending_random_state is not None:
-            set_random_state(self._pending_random_state)
-            self._pending_random_state = None
-
-    def save_checkpoint(self, path: str | PathLike[str]) -> None:
-        """Write the whole state to a directory, which appears (or is replaced) when it is complete.
-
-        Parameters
-        ----------
-        path : path
-            The directory to write.
-        """
-        self.setup()
-        snapshot = take_snapshot(self)
-        if _ranks.rank() == 0:
-            write_checkpoint(snapshot, Path(path))
-        _ranks.barrier()
-
-    def restore_checkpoint(self, path: str | PathLike[str], *, strict: bool = True) -> Path:
-        """Take up the state of a checkpoint, or of the newest intact one of a directory of checkpoints.
-
-        Parameters
-        ----------
-        path : path
-            A checkpoint, or a directory of them.
-        strict : bool, default True
-            Whether the hooks with state must be those that were saved.
-
-        Returns
-        -------
-        Path
-            The checkpoint that was read.
-
-        Raises
-        ------
-        FileNotFoundError
-            There is none.
-        DamagedCheckpointError
-            None is intact.
-        """
-        found, snapshot = read_newest(Path(path))
-        self.setup()
-        restore_snapshot(self, snapshot, strict=strict)
-        return found
-
-    @classmethod
-    def load_checkpoint(
-        cls, path: str | PathLike[str], models: Any, *, strict: bool = True, **options: Any
-    ) -> Self:
-        """Make a strategy from a checkpoint.
-
-        Parameters
-        ----------
-        path : path
-            A checkpoint, or a directory of them: the newest intact one is read.
-        models : nn.Module or dict of str to nn.Module
-            Models to load the weights into.
-        strict : bool, default True
-            As in :meth:`restore_checkpoint`.
-        **options
-            Arguments of the strategy to replace what was saved, and those that could not be saved: data,
-            hooks and functions without a name.
-        """
-        _, snapshot = read_newest(Path(path))
-        if snapshot.spec is None:
-            strategy = cls(models, **options)
-        else:
-            strategy = cls.from_spec_dict(snapshot.spec, models, **options)
-        strategy.setup()
-        restore_snapshot(strategy, snapshot, strict=strict)
-        return strategy
-
-    # ------------------------------------------------------------------ specification
-    def to_spec_dict(self) -> dict[str, Any]:
-        """What the strategy is made of, as plain values for JSON.
-
-        Models and data are left out, and so are hooks that are no pydantic models (named in ``omitted_hooks``).
-
-        Raises
-        ------
-        ValueError
-            A function (``training_fn``, ``loss_fn``) that cannot be named, such as a lambda.
-        """
-        return describe_strategy(self)
-
-    @classmethod
-    def from_spec_dict(
-        cls, spec: Mapping[str, Any], models: Any, *, validation_data: Any = None, **options: Any
-    ) -> Self:
-        """Make a strategy of what :meth:`to_spec_dict` gave.
-
-        Parameters
-        ----------
-        spec : mapping
-            The specification.
-        models : nn.Module or dict of str to nn.Module
-            The models.
-        validation_data : iterable of Batch, optional
-            Data for the validation that the specification describes.
-        **options
-            Arguments of the strategy that replace those of the specification.
-
-        Warns
-        -----
-        UserWarning
-            Hooks or validation data were left out of the specification and are not given.
-        """
-        return cls(models, **arguments_from_spec(spec, validation_data, options))

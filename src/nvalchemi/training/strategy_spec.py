@@ -62,6 +62,8 @@ def arguments_from_spec(
         Validation data or hooks are missing.
     """
     names = ("optimizer_configs", "loss_fn", "training_fn", "devices", "validation_config", *_PLAIN)
+    if missing := [name for name in names if name not in spec]:
+        raise ValueError(f"this is no specification of a strategy: it lacks {', '.join(missing)}")
     given: dict[str, Any] = {name: spec[name] for name in names}
     if isinstance(given["loss_fn"], str):
         given["loss_fn"] = resolve(given["loss_fn"])

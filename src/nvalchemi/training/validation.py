@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from nvalchemi.data import Batch
+from nvalchemi.hooks.protocols import ValidationHook
 from nvalchemi.models.base import BaseModelMixin
 from nvalchemi.training import _ranks
 from nvalchemi.training.building import as_composed
@@ -160,6 +161,7 @@ def validate(strategy: "TrainingStrategy", config: ValidationConfig) -> dict[str
     models = inference_models(strategy, config.use_ema)
     running, metrics = RunningLoss(), config.new_metrics(as_composed(strategy.loss_fn))
     device = strategy.devices[0]
+    watching = [hook for hook in strategy.hooks if isinstance(hook, ValidationHook)]
     # Validation must not change what training draws: a loader draws a number even when it does not shuffle.
     with torch.random.fork_rng([] if device.type == "cpu" else [device]), evaluating(models.values()):
         for batch in config.validation_data:
@@ -170,6 +172,8 @@ def validate(strategy: "TrainingStrategy", config: ValidationConfig) -> dict[str
                     total, components = strategy.evaluate_loss(predictions, batch)
             running.update({"": total, **components}, batch.num_graphs)
             metrics.update(predictions, batch)
+            for hook in watching:
+                hook.on_validation_batch(batch, metrics.labelled(predictions, batch))
             if config.batch_callback is not None:
                 config.batch_callback(batch, predictions)
     metrics.reduce_across_ranks()

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, PrivateAttr
+from pydantic import BaseModel, ConfigDict, PositiveInt
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -47,19 +47,23 @@ class GradientAccumulationHook(BaseModel, TrainingUpdateHook):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
     priority: ClassVar[int] = 10
+    state_per_rank: ClassVar[Literal[True]] = True
     _exclusive_update_key: ClassVar[str | None] = "gradient accumulation"
 
     steps: PositiveInt
     reduction: Literal["mean", "sum", "graphs"] = "mean"
 
-    _count: int = PrivateAttr(default=0)
-    _sizes: list[int] = PrivateAttr(default_factory=list)
-    _optimizers: Sequence[Optimizer] = PrivateAttr(default=())
-    _restored: list[Tensor | None] | None = PrivateAttr(default=None)
-    _unsynchronised: ExitStack = PrivateAttr(default_factory=ExitStack)
-
     def __init__(self, steps: Any = None, **options: Any) -> None:
         super().__init__(steps=steps, **options)
+
+    def model_post_init(self, context: Any) -> None:
+        """Begin without any state."""
+        # Plain attributes: reading one that pydantic keeps as private takes longer than what is done with it.
+        self._count = 0
+        self._sizes: list[int] = []
+        self._optimizers: Sequence[Optimizer] = ()
+        self._restored: list[Tensor | None] | None = None
+        self._unsynchronised: ExitStack = ExitStack()
 
     def __call__(
         self, ctx: TrainContext, stage: TrainingStage, will_skip: bool

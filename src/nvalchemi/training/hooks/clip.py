@@ -2,17 +2,16 @@
 
 import logging
 import math
-from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, PositiveFloat, model_validator
 from torch import Tensor
 
 from nvalchemi.hooks import TrainContext
 from nvalchemi.training._ranks import unwrap
 from nvalchemi.training._stages import TrainingStage
-from nvalchemi.training._steps import parameters_of
+from nvalchemi.training._steps import parameters_of, scale_to_norm, total_norm
 from nvalchemi.training.hooks.update import TrainingUpdateHook
 
 _log = logging.getLogger("nvalchemi.training")
@@ -59,8 +58,6 @@ class GradientClipHook(BaseModel, TrainingUpdateHook):
     error_if_nonfinite: bool = False
     per_model: bool = False
 
-    _last: float | dict[str, float] | None = PrivateAttr(default=None)
-
     def __init__(self, max_norm: float | None = None, **options: Any) -> None:
         super().__init__(max_norm=max_norm, **options)
 
@@ -71,6 +68,11 @@ class GradientClipHook(BaseModel, TrainingUpdateHook):
                 f"give exactly one of max_norm and max_value, got {self.max_norm} and {self.max_value}"
             )
         return self
+
+    def model_post_init(self, context: Any) -> None:
+        """Begin without any state."""
+        # Plain attributes: reading one that pydantic keeps as private takes longer than what is done with it.
+        self._last: float | dict[str, float] | None = None
 
     @property
     def last_total_norm(self) -> float | dict[str, float] | None:
@@ -85,6 +87,7 @@ class GradientClipHook(BaseModel, TrainingUpdateHook):
             return True, ctx.loss
         norms = {name: self._clip(parameters) for name, parameters in self._groups(ctx).items()}
         self._last = norms if self.per_model else norms[""]
+        ctx.gradient_norm = _joint_norm(list(norms.values()), self.norm_type)
         bad = sorted(name for name, norm in norms.items() if not math.isfinite(norm))
         if not bad or ctx.grad_scaler is not None:
             return True, ctx.loss
@@ -108,15 +111,19 @@ class GradientClipHook(BaseModel, TrainingUpdateHook):
             for name, model in ctx.models.items()
         }
 
-    def _clip(self, parameters: Iterable[Tensor]) -> float:
-        parameters = list(parameters)
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in parameters if p.grad is not None], self.norm_type
-        )
+    @torch.no_grad()
+    def _clip(self, parameters: list[Tensor]) -> float:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = total_norm(gradients, self.norm_type)
         value = norm.item()
         if math.isfinite(value):
-            if self.max_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+            # Well below the limit, torch would multiply by exactly 1.
+            if self.max_norm is not None and value > 0.99 * self.max_norm:
+                scale_to_norm(parameters, self.max_norm, norm)
             elif self.max_value is not None:
                 torch.nn.utils.clip_grad_value_(parameters, self.max_value)
         return value
+
+
+def _joint_norm(norms: list[float], norm_type: float) -> float:
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.tensor(norms), norm_type).item()

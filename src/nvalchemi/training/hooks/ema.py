@@ -1,10 +1,10 @@
 """Exponential moving average of a model's weights."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -14,6 +14,16 @@ from nvalchemi.training._ranks import unwrap
 from nvalchemi.training._stages import TrainingStage
 from nvalchemi.training._steps import steps_made
 from nvalchemi.training.hooks.update import TrainingUpdateHook
+
+
+class _Pairs(NamedTuple):
+    """Tensors of the average beside those of the model; the objects live as long as both."""
+
+    model: nn.Module
+    averages: list[Tensor]
+    weights: list[Tensor]
+    copies: list[Tensor]
+    originals: list[Tensor]
 
 
 class EMAHook(BaseModel, TrainingUpdateHook):
@@ -42,7 +52,8 @@ class EMAHook(BaseModel, TrainingUpdateHook):
     -----
     A step that was vetoed, or left out by a gradient scaler, does not count. A strategy validates with the
     averaged model once there is one, and saves it with its checkpoints. Weights in half precision are averaged in
-    float32: steps as small as 1 − decay would vanish in their own precision.
+    float32: steps as small as 1 − decay would vanish in their own precision. Like an optimizer, the hook keeps to the
+    parameters that the model has when averaging begins.
 
     Examples
     --------
@@ -61,16 +72,6 @@ class EMAHook(BaseModel, TrainingUpdateHook):
     start_step: NonNegativeInt = 0
     use_buffers: bool = True
 
-    _averaged: AveragedModel | None = PrivateAttr(default=None)
-    _num_updates: int = PrivateAttr(default=0)
-    _restored: dict[str, Tensor] | None = PrivateAttr(default=None)
-    _exact: dict[str, Tensor] = PrivateAttr(
-        default_factory=dict
-    )  # averages of half-precision weights, float32
-    _source: nn.Module | None = PrivateAttr(default=None)
-    _optimizers: list[Optimizer] = PrivateAttr(default_factory=list)
-    _before: list[int] | None = PrivateAttr(default=None)
-
     def __init__(
         self,
         model_key: str = "main",
@@ -88,6 +89,19 @@ class EMAHook(BaseModel, TrainingUpdateHook):
             use_buffers=use_buffers,
             **options,
         )
+
+    def model_post_init(self, context: Any) -> None:
+        """Begin without any state."""
+        # Plain attributes: reading one that pydantic keeps as private takes longer than what is done with it.
+        self._averaged: AveragedModel | None = None
+        self._num_updates: int = 0
+        self._names: frozenset[str] = frozenset()  # of the model's own state
+        self._restored: dict[str, Tensor] | None = None
+        self._exact: dict[str, Tensor] = {}  # averages of half-precision weights, float32
+        self._pairs: _Pairs | None = None
+        self._source: nn.Module | None = None
+        self._optimizers: list[Optimizer] = []
+        self._before: list[int] | None = None
 
     @property
     def _exclusive_update_key(self) -> str | None:  # pyright: ignore
@@ -147,17 +161,39 @@ class EMAHook(BaseModel, TrainingUpdateHook):
     def _update(self, model: nn.Module) -> None:
         if self._averaged is None:
             self._averaged = self._copy_of(model)
-        if self.use_buffers or self._num_updates == 0:
-            self._averaged.update_parameters(model)
+            self._averaged.n_averaged.fill_(1)
         else:
-            kept = [buffer.clone() for buffer in self._averaged.module.buffers()]
-            self._averaged.update_parameters(model)
-            for buffer, value in zip(self._averaged.module.buffers(), kept, strict=True):
-                buffer.copy_(value)
+            self._average(self._averaged, model)
         self._average_half_precision(self._averaged.module, model)
         self._num_updates += 1
 
+    def _average(self, averaged: AveragedModel, model: nn.Module) -> None:
+        """Do what ``AveragedModel.update_parameters`` does, to the bit, without collecting the tensors every time."""
+        pairs = self._pairs
+        if pairs is None or pairs.model is not model:
+            pairs = self._pairs = self._pair(averaged.module, model)
+        with torch.no_grad():
+            torch._foreach_lerp_(pairs.averages, pairs.weights, 1.0 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
+            if pairs.copies:
+                torch._foreach_copy_(pairs.copies, pairs.originals)  # pyright: ignore[reportPrivateImportUsage]
+            averaged.n_averaged.add_(1)
+
+    def _pair(self, averaged: nn.Module, model: nn.Module) -> _Pairs:
+        weights: list[tuple[Tensor, Tensor]] = list(
+            zip(averaged.parameters(), model.parameters(), strict=True)
+        )
+        mean = [pair for pair in weights if pair[0].is_floating_point() or pair[0].is_complex()]
+        copied = [pair for pair in weights if not (pair[0].is_floating_point() or pair[0].is_complex())]
+        if self.use_buffers:
+            originals = dict(model.named_buffers())
+            copied += [(copy, originals[n]) for n, copy in averaged.named_buffers() if n in originals]
+        return _Pairs(
+            model, [a for a, _ in mean], [w for _, w in mean], [c for c, _ in copied], [o for _, o in copied]
+        )
+
     def _average_half_precision(self, averaged: nn.Module, model: nn.Module) -> None:
+        if self._num_updates and not self._exact:
+            return
         weights = dict(model.named_parameters())
         for name, average in averaged.named_parameters():
             if average.dtype not in (torch.float16, torch.bfloat16):
@@ -170,13 +206,16 @@ class EMAHook(BaseModel, TrainingUpdateHook):
 
     def _copy_of(self, model: nn.Module) -> AveragedModel:
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
+        # A copy of a scripted module has further buffers, its constants.
+        self._names = frozenset(model.state_dict())
         averaged.eval().requires_grad_(False)
         return averaged
 
     def _restore(self, model: nn.Module) -> None:
         if self._restored is not None:
-            self._averaged = self._copy_of(model)
-            self._averaged.module.load_state_dict(self._restored)
+            self._averaged, self._pairs = self._copy_of(model), None
+            constants = self._averaged.module.state_dict()
+            self._averaged.module.load_state_dict({**constants, **self._restored})
             self._averaged.n_averaged.fill_(self._num_updates)
             weights = dict(model.named_parameters())
             self._exact = {
@@ -186,12 +225,15 @@ class EMAHook(BaseModel, TrainingUpdateHook):
 
     def state_dict(self) -> dict[str, Any]:
         """Averaged weights and the number of updates."""
-        weights = self._restored if self._averaged is None else self._averaged.module.state_dict()
+        weights = self._restored
+        if self._averaged is not None:
+            averages = self._averaged.module.state_dict()
+            weights = {name: average for name, average in averages.items() if name in self._names}
         return {"num_updates": self._num_updates, "weights": weights, "exact": dict(self._exact)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up averaged weights; they are put into a copy of the model when one is at hand."""
-        self._num_updates, self._averaged = state["num_updates"], None
+        self._num_updates, self._averaged, self._pairs = state["num_updates"], None, None
         self._restored = None if state["weights"] is None else dict(state["weights"])
         self._exact = dict(state["exact"])
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, PrivateAttr, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
 from torch import Tensor
 
 from nvalchemi.hooks import TrainContext
@@ -61,6 +61,8 @@ class _StepScaler(torch.amp.GradScaler):
 class MixedPrecisionHook(BaseModel, TrainingUpdateHook):
     """Run forward pass and loss under autocast; with float16, scale the loss and unscale the gradients.
 
+    A loss that is not finite is an error as in full precision; only gradients that overflow are left to the scaler.
+
     Parameters
     ----------
     precision : torch.dtype or str
@@ -96,18 +98,17 @@ class MixedPrecisionHook(BaseModel, TrainingUpdateHook):
 
     precision: Precision
 
-    _region: AbstractContextManager[Any] | None = PrivateAttr(default=None)
-    _device_type: str | None = PrivateAttr(default=None)
-    _scaler: _StepScaler | None = PrivateAttr(default=None)
-    _restored: dict[str, Any] | None = PrivateAttr(default=None)
-
     def __init__(self, precision: Any = None, **options: Any) -> None:
         super().__init__(precision=precision, **options)
 
-    @property
-    def tolerates_nonfinite_loss(self) -> bool:
-        """True for float16: the scaler leaves out a step that overflowed."""
-        return self.precision == torch.float16
+    def model_post_init(self, context: Any) -> None:
+        """Begin without any state."""
+        # Plain attributes: reading one that pydantic keeps as private takes longer than what is done with it.
+        self._autocast: AbstractContextManager[Any] | None = None
+        self._region: AbstractContextManager[Any] | None = None  # the same, while it is entered
+        self._device_type: str | None = None
+        self._scaler: _StepScaler | None = None
+        self._restored: dict[str, Any] | None = None
 
     def inference_autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
         """Autocast region for evaluation on a device; does nothing for float32."""
@@ -124,11 +125,12 @@ class MixedPrecisionHook(BaseModel, TrainingUpdateHook):
         match stage:
             case TrainingStage.BEFORE_BATCH:
                 self._leave_region()
-                if self._device_type is None:
+                if self._device_type is None or self._autocast is None:
                     self._device_type = _device_of(ctx).type
+                    self._autocast = torch.autocast(self._device_type, dtype=self.precision)
                 if self.precision == torch.float16:
                     ctx.grad_scaler = self._ready_scaler(self._device_type)
-                self._region = torch.autocast(self._device_type, dtype=self.precision)
+                self._region = self._autocast
                 self._region.__enter__()
             case TrainingStage.DO_BACKWARD:
                 self._leave_region()

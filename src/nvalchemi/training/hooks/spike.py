@@ -5,16 +5,16 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor
 
 from nvalchemi.hooks import TrainContext
 from nvalchemi.training._ranks import mean_over_ranks
 from nvalchemi.training._stages import TrainingStage
-from nvalchemi.training._steps import parameters_of
+from nvalchemi.training._steps import parameters_of, total_norm
 from nvalchemi.training.hooks.update import TrainingUpdateHook
 
 _log = logging.getLogger("nvalchemi.training")
@@ -29,7 +29,8 @@ class SpikeSkipHook(BaseModel, TrainingUpdateHook):
     loss_factor : float, optional
         Veto when the loss exceeds this factor (> 1) times its running median.
     grad_norm_factor : float, optional
-        The same for the norm of all gradients (after clipping, which comes before).
+        The same for the norm of all gradients; where a :class:`~nvalchemi.training.hooks.GradientClipHook` comes
+        before, the norm that it found, before clipping.
     window : int, default 100
         Steps over which the medians are taken. A median ignores the odd outlier that a mean would follow.
     min_history : int, default 10
@@ -49,10 +50,10 @@ class SpikeSkipHook(BaseModel, TrainingUpdateHook):
 
     Notes
     -----
-    The loss of a step is the one handed to ``backward()``, without a scaler's scale and summed over the batches of an
-    accumulation window. A vetoed step leaves the medians as they were. An overflow that a gradient scaler
-    deals with is no spike. In a distributed run the decision is made from means over ranks, so all ranks
-    decide alike.
+    The loss of a step is the one that the loss function gave, its mean over the batches of an accumulation window (a
+    window cut short by the end of an epoch is judged like the others). A vetoed step leaves the medians as they were.
+    Gradients that overflow under a finite loss are left to the gradient scaler where there is one; they are no spike.
+    In a distributed run the decision is made from means over ranks, so all ranks decide alike.
 
     Examples
     --------
@@ -62,6 +63,7 @@ class SpikeSkipHook(BaseModel, TrainingUpdateHook):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
     priority: ClassVar[int] = 40
+    state_per_rank: ClassVar[Literal[True]] = True
 
     loss_factor: _Factor | None = None
     grad_norm_factor: _Factor | None = None
@@ -69,18 +71,21 @@ class SpikeSkipHook(BaseModel, TrainingUpdateHook):
     min_history: PositiveInt = 10
     max_consecutive: PositiveInt = 10
 
-    _losses: deque[float] = PrivateAttr(default_factory=deque)
-    _norms: deque[float] = PrivateAttr(default_factory=deque)
-    _pending: list[Tensor] = PrivateAttr(default_factory=list)
-    _n_skipped: int = PrivateAttr(default=0)
-    _consecutive: int = PrivateAttr(default=0)
-    _vetoed: list[tuple[float, float | None]] = PrivateAttr(default_factory=list)
-
     @model_validator(mode="after")
     def _enough_history(self) -> Self:
         if self.min_history > self.window:
             raise ValueError(f"min_history ({self.min_history}) exceeds the window ({self.window})")
         return self
+
+    def model_post_init(self, context: Any) -> None:
+        """Begin without any state."""
+        # Plain attributes: reading one that pydantic keeps as private takes longer than what is done with it.
+        self._losses: deque[float] = deque()
+        self._norms: deque[float] = deque()
+        self._pending: list[Tensor] = []
+        self._n_skipped: int = 0
+        self._consecutive: int = 0
+        self._vetoed: list[tuple[float, float | None]] = []
 
     @property
     def n_skipped(self) -> int:
@@ -98,23 +103,23 @@ class SpikeSkipHook(BaseModel, TrainingUpdateHook):
         """Note the loss at the backward pass, judge the step."""
         if stage is TrainingStage.BEFORE_BATCH and not will_skip:
             self._pending = []  # gradients are zeroed: a window begins, whatever became of the one before
-        if stage is TrainingStage.DO_BACKWARD and ctx.loss is not None:
-            self._pending.append(ctx.loss.detach())
+        loss = ctx.loss if ctx.raw_loss is None else ctx.raw_loss
+        if stage is TrainingStage.DO_BACKWARD and loss is not None:
+            self._pending.append(loss.detach())
         if stage is not TrainingStage.DO_OPTIMIZER_STEP or will_skip:
             return True, ctx.loss
         return self._accept(ctx), ctx.loss
 
     def _accept(self, ctx: TrainContext) -> bool:
         pending, self._pending = self._pending, []
-        scale = 1.0 if ctx.grad_scaler is None else ctx.grad_scaler.get_scale()
-        loss = math.nan if not pending else float(torch.stack(pending).sum(dtype=torch.float64)) / scale
+        loss = math.nan if not pending else float(torch.stack(pending).mean(dtype=torch.float64))
         device = pending[0].device if pending else torch.device("cpu")
         loss = mean_over_ranks(loss, device)
         norm: float | None = None
         if self.grad_norm_factor is not None or not math.isfinite(loss) or ctx.grad_scaler is not None:
-            norm = _gradient_norm(ctx)
+            norm = _gradient_norm(ctx) if ctx.gradient_norm is None else ctx.gradient_norm
             norm = mean_over_ranks(norm, device)
-            if ctx.grad_scaler is not None and not math.isfinite(norm):
+            if ctx.grad_scaler is not None and math.isfinite(loss) and not math.isfinite(norm):
                 return True  # the scaler leaves this step out and lowers its scale
         if self._is_spike(loss, self._losses, self.loss_factor) or (
             norm is not None and self._is_spike(norm, self._norms, self.grad_norm_factor)
@@ -192,4 +197,4 @@ class SpikeSkipHook(BaseModel, TrainingUpdateHook):
 
 def _gradient_norm(ctx: TrainContext) -> float:
     gradients = [p.grad for p in parameters_of(ctx.optimizers) if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).item()
+    return total_norm(gradients).item()

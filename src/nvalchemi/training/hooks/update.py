@@ -1,9 +1,9 @@
 """Update hooks: how a loss becomes a change of weights, one concern per hook."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -13,6 +13,13 @@ from nvalchemi.training._stages import UPDATE_STAGES, TrainingStage
 from nvalchemi.training._steps import step_optimizers, zero_gradients
 
 _GATED = frozenset({TrainingStage.BEFORE_BATCH, TrainingStage.DO_OPTIMIZER_STEP})
+
+
+@runtime_checkable
+class PerRankHook(Protocol):
+    """A hook with state that differs between the ranks of a distributed run: a checkpoint holds that of each."""
+
+    state_per_rank: ClassVar[Literal[True]]
 
 
 class TrainingUpdateHook:
@@ -203,6 +210,8 @@ class TrainingUpdateOrchestrator:
 
     def __call__(self, ctx: TrainContext, stage: TrainingStage) -> None:
         """Call the members, then do what the stage stands for."""
+        if stage is TrainingStage.DO_BACKWARD:
+            ctx.raw_loss = ctx.loss
         skip = self._call_members(ctx, stage)
         if stage is TrainingStage.BEFORE_BATCH:
             if not skip:
@@ -257,17 +266,9 @@ class TrainingUpdateOrchestrator:
                     stack.callback(hook.close)
 
     # ------------------------------------------------------------------ state
-    def _named(self) -> dict[str, CheckpointableHook]:
-        names: dict[str, CheckpointableHook] = {}
-        for hook in self._hooks:
-            if isinstance(hook, CheckpointableHook):
-                kind = type(hook).__name__
-                names[f"{kind}.{sum(name.startswith(f'{kind}.') for name in names)}"] = hook
-        return names
-
     def state_dict(self) -> dict[str, Any]:
         """State of every member that has one, by name of class and number."""
-        return {name: hook.state_dict() for name, hook in self._named().items()}
+        return {name: hook.state_dict() for name, hook in numbered(self._hooks).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the states that :meth:`state_dict` gave; the members must be the same.
@@ -277,7 +278,7 @@ class TrainingUpdateOrchestrator:
         ValueError
             The members with state are others than those saved.
         """
-        members = self._named()
+        members = numbered(self._hooks)
         if set(members) != set(state):
             raise ValueError(
                 f"saved update hooks {sorted(state)} do not match the present ones {sorted(members)}"
@@ -286,20 +287,26 @@ class TrainingUpdateOrchestrator:
             hook.load_state_dict(state[name])
 
 
+def numbered(hooks: Iterable[Any]) -> dict[str, CheckpointableHook]:
+    """Hooks with state, by class and number: ``"EMAHook.0"``."""
+    names: dict[str, CheckpointableHook] = {}
+    for hook in hooks:
+        if isinstance(hook, CheckpointableHook):
+            kind = type(hook).__name__
+            names[f"{kind}.{sum(name.startswith(f'{kind}.') for name in names)}"] = hook
+    return names
+
+
 def _checked(answer: Any, hook: TrainingUpdateHook, stage: TrainingStage) -> tuple[bool, Any]:
-    where = f"{type(hook).__name__} at {stage.name}"
     if not isinstance(answer, tuple) or len(answer) != 2:
-        raise TypeError(f"{where} must return (proceed, loss), got {answer!r}")
-    proceed, loss = answer
-    if type(proceed) is not bool:
-        raise TypeError(
-            f"{where} must return a bool to say whether to proceed, got {proceed!r} ({type(proceed).__name__})"
-        )
-    if stage is TrainingStage.DO_BACKWARD and not isinstance(loss, Tensor):
-        raise TypeError(
-            f"{where} must return the loss, a tensor, got {loss!r}; return ctx.loss to leave it unchanged"
-        )
-    return proceed, loss
+        problem = f"(proceed, loss), got {answer!r}"
+    elif type(answer[0]) is not bool:
+        problem = f"a bool to say whether to proceed, got {answer[0]!r} ({type(answer[0]).__name__})"
+    elif stage is TrainingStage.DO_BACKWARD and not isinstance(answer[1], Tensor):
+        problem = f"the loss, a tensor, got {answer[1]!r}; return ctx.loss to leave it unchanged"
+    else:
+        return answer
+    raise TypeError(f"{type(hook).__name__} at {stage.name} must return {problem}")
 
 
 def _enter(stack: ExitStack, hook: TrainingUpdateHook) -> None:

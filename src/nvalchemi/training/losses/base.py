@@ -2,10 +2,10 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, overload
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, overload
 
 import torch
 from pydantic import (
@@ -49,16 +49,17 @@ class LossOutput:
         Weighted sum of the components, the scalar to differentiate.
     components : dict of str to Tensor
         Weighted components by name.
-    unweighted : dict of str to Tensor
-        The same before weighting.
     """
 
     total: Tensor
     components: dict[str, Tensor]
-    unweighted: dict[str, Tensor]
     _terms: "dict[str, tuple[LossTerm, Evaluated]]" = field(repr=False)
-    _batch_idx: Tensor = field(repr=False)
-    _num_graphs: int = field(repr=False)
+    _batch: Batch = field(repr=False)
+
+    @property
+    def unweighted(self) -> dict[str, Tensor]:
+        """Components before weighting."""
+        return {name: evaluated.value for name, (_, evaluated) in self._terms.items()}
 
     @cached_property
     def per_sample(self) -> dict[str, Tensor]:
@@ -71,9 +72,30 @@ class LossOutput:
 
     def _means(self, term: "LossTerm", evaluated: Evaluated) -> Tensor:
         total, count = term.sums_per_graph(
-            evaluated.penalties, evaluated.labelled, self._batch_idx, self._num_graphs
+            evaluated.penalties, evaluated.labelled, self._batch.batch_idx, self._batch.num_graphs
         )
         return total / count.clamp(min=1)
+
+
+class _FieldsOf(Mapping[str, Any]):
+    """What a batch knows of its structures, each worked out only for a term that asks for it."""
+
+    _NAMES = ("batch_idx", "batch_ptr", "num_graphs", "num_nodes_per_graph")
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._batch, name) if name in self._NAMES else self._batch[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._NAMES or name in self._batch
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._NAMES, *self._batch.keys()))
+
+    def __len__(self) -> int:
+        return len(self._NAMES) + len(self._batch.keys())
 
 
 class _Composable:
@@ -223,13 +245,13 @@ class LossTerm(BaseModel, _Composable, ABC):
     def evaluate(self, pred: Tensor, target: Tensor, fields: Mapping[str, Any]) -> Evaluated:
         """Value and penalties; ``fields`` are those of the batch (``batch_idx``, ``num_nodes_per_graph``, …)."""
         dtype = self._common_dtype(pred, target)
+        pred, target = _cast(pred, dtype), _cast(target, dtype)
         labelled = target.isfinite() if self.ignore_nonfinite else None
         if labelled is None:
-            residual = pred.to(dtype) - target.to(dtype)
+            residual = pred - target
         else:
             # The inner where keeps NaN out of the difference, the outer one out of the gradient: 0 · NaN is NaN.
-            residual = pred.to(dtype) - torch.where(labelled, target, 0).to(dtype)
-            residual = torch.where(labelled, residual, 0)
+            residual = torch.where(labelled, pred - torch.where(labelled, target, 0), 0)
         penalties = self.penalty(self.scale_residual(residual, fields))
         if labelled is not None and penalties.ndim < labelled.ndim:
             labelled = labelled.all(-1)
@@ -254,6 +276,8 @@ class LossTerm(BaseModel, _Composable, ABC):
                 f"{type(self).__name__}: the prediction {self.prediction_key!r} has shape {list(pred.shape)}, "
                 f"the label {self.target_key!r} has {list(target.shape)}"
             )
+        if pred.dtype is target.dtype and pred.dtype in (torch.float32, torch.float64):
+            return pred.dtype
         full = {dtype for dtype in (pred.dtype, target.dtype) if dtype not in (torch.float16, torch.bfloat16)}
         if len(full) > 1 or not (pred.is_floating_point() and target.is_floating_point()):
             raise ValueError(
@@ -367,32 +391,23 @@ class ComposedLoss(BaseModel, _Composable):
             A missing label or prediction; shapes or dtypes that do not fit.
         """
         self.check(predictions, batch)
-        fields = {
-            "batch_idx": batch.batch_idx,
-            "num_graphs": batch.num_graphs,
-            "num_nodes_per_graph": batch.num_nodes_per_graph,
-        }
-        evaluated = {
-            term.name: (term, term.evaluate(predictions[term.prediction_key], batch[term.target_key], fields))
-            for term in self.terms
-        }
-        unweighted = {name: result.value for name, (_, result) in evaluated.items()}
-        components = {
-            name: _weighted(result.value, term.weight(step, epoch))
-            for name, (term, result) in evaluated.items()
-        }
-        # Not sum(): it would begin with an addition to the integer 0.
-        total, *rest = components.values()
-        for component in rest:
-            total = total + component
-        return LossOutput(total, components, unweighted, evaluated, batch.batch_idx, batch.num_graphs)
+        fields = _FieldsOf(batch)
+        evaluated: dict[str, tuple[LossTerm, Evaluated]] = {}
+        components: dict[str, Tensor] = {}
+        total: Tensor | None = None
+        for term in self.terms:
+            result = term.evaluate(predictions[term.prediction_key], batch[term.target_key], fields)
+            component = _weighted(result.value, term.weight(step, epoch))
+            evaluated[term.name], components[term.name] = (term, result), component
+            total = component if total is None else total + component
+        return LossOutput(cast(Tensor, total), components, evaluated, batch)
 
     def check(self, predictions: Mapping[str, Tensor], batch: Batch) -> None:
         """Refuse a batch without a label, or predictions without an output, that some term needs."""
         for term in self.terms:
             if term.target_key not in batch:
                 raise ValueError(
-                    f"{type(term).__name__} needs the label {term.target_key!r}, which {_graphs(batch)} do not have; "
+                    f"{type(term).__name__} needs the label {term.target_key!r}, missing in {_graphs(batch)}; "
                     f"the batch has {', '.join(batch.keys())}"
                 )
             if term.prediction_key not in predictions:
@@ -452,6 +467,11 @@ def loss_from_spec(spec: Any) -> Any:
 
 LossFunction = Annotated[SerializeAsAny[LossTerm] | ComposedLoss, BeforeValidator(loss_from_spec)]
 """Type of a pydantic field that takes a loss or its specification."""
+
+
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    # A cast that does nothing still costs a call.
+    return values if values.dtype is dtype else values.to(dtype)
 
 
 def _weighted(value: Tensor, weight: float) -> Tensor:
