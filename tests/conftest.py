@@ -28,5 +28,6 @@ install_import_hook([f"nvalchemi.{name}" for name in modules if name not in UNCH
 
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path, monkeypatch):
-    """Every test runs in a directory of its own, so that none can leave a file in the repository."""
+    """Every test runs in a directory of its own and leaves no file in the repository or in the user's cache."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NVALCHEMI_CACHE_DIR", str(tmp_path / "cache"))

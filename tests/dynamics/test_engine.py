@@ -1,6 +1,7 @@
 """The engine: admission, the run, masks, and what it leaves behind."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -514,16 +515,15 @@ class _SlowForManyEdges(LennardJonesModelWrapper):
 
 
 def test_auto_finds_the_piece_size_with_the_least_time_per_edge(monkeypatch):
-    from nvalchemi.dynamics import evaluation
-
     clock = [0.0]
-    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: clock[0])
+    for name in ("perf_counter", "process_time"):
+        monkeypatch.setattr(time, name, lambda: clock[0])
     argon = [AtomicData.from_atoms(bulk("Ar", "fcc", 5.3), dtype=torch.float64) for _ in range(64)]
     batch, whole = Batch.from_data_list(argon), Batch.from_data_list(argon)
     model = _SlowForManyEdges(clock)
     engine = NVE(model, 1.0, max_edges_per_eval="auto")
     engine.run(batch, 0)
-    assert engine._evaluate_pieces.max_edges == 1024
+    assert engine._evaluate_pieces.bound.max_edges == 1024
     model.sizes.clear()
     engine.run(batch, 3)
     assert max(model.sizes) <= 1024
@@ -531,4 +531,4 @@ def test_auto_finds_the_piece_size_with_the_least_time_per_edge(monkeypatch):
     assert torch.allclose(batch.positions, whole.positions, rtol=0, atol=1e-12)
     other = NVE(_SlowForManyEdges(clock), 1.0, max_edges_per_eval="auto")
     other.load_state_dict(engine.state_dict())
-    assert other._evaluate_pieces.max_edges == 1024
+    assert other._evaluate_pieces.bound.max_edges == 1024

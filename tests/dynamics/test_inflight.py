@@ -13,9 +13,11 @@ from nvalchemi.data import AtomicData, Batch
 from nvalchemi.dynamics import (
     FAILED,
     FIRE,
+    NPT,
     NVE,
     ConvergenceHook,
     DynamicsStage,
+    FIREVariableCell,
     NVTLangevin,
     SizeAwareSampler,
 )
@@ -121,8 +123,8 @@ class _Watch:
 def test_admission_shows_each_structure_once_and_in_groups_that_fit(well, atoms_in_wells):
     data = atoms_in_wells(count=5).to_data_list()
     watch = _Watch()
-    engine = NVE(well, 1.0, n_steps=7, hooks=[watch], sampler=SizeAwareSampler(data, max_batch_size=2))
-    engine.run()
+    sampler = SizeAwareSampler(data, max_batch_size=2)
+    NVE(well, 1.0, n_steps=7, hooks=[watch], sampler=sampler, sinks=HostMemory()).run()
     assert watch.admitted == [[0, 1], [2, 3], [4]]
     assert watch.graduated == []  # frequency 7: only a graph that is done in a step 0, 7, … is shown
 
@@ -177,9 +179,62 @@ def test_failed_structures_leave_with_their_reason_and_disturb_nobody(argon, cry
 
 def test_a_sampler_registers_a_check_for_values_that_are_not_finite(well, atoms_in_wells):
     sampler = SizeAwareSampler(atoms_in_wells().to_data_list(), max_batch_size=2)
-    engine = NVE(well, 1.0, n_steps=1, sampler=sampler)
+    engine = NVE(well, 1.0, n_steps=1, sampler=sampler, sinks=HostMemory())
     engine.run()
     assert [type(hook) for hook in engine.hooks] == [SafetyHook]
+
+
+def test_structures_without_a_periodic_cell_fail_alone_in_a_variable_cell(argon, crystal, cluster):
+    molecule, flat = cluster(4), crystal(seed=1)
+    molecule.add_node_property("velocities", torch.zeros(4, 3, dtype=torch.float64))
+    flat.cell[0, 2] = flat.cell[0, 1]
+    slab = crystal(seed=2)
+    slab.pbc[0, 2] = False
+    data = [molecule, crystal(seed=3), flat, slab, crystal(seed=4)]
+    sink = HostMemory()
+    done = ConvergenceHook.from_fmax(0.01)
+    sampler = SizeAwareSampler(data, max_batch_size=2)
+    engine = FIREVariableCell(argon, convergence_hook=done, sampler=sampler, sinks=sink)
+    engine.run()
+    results = _by_id(sink.read())
+    assert [int(results[i].status) for i in range(5)] == [FAILED, 1, FAILED, FAILED, 1]
+    assert "graph 0 (system_id 0) has pbc [False, False, False] and volume 0" in engine.failures[0]
+    assert "degenerate" in engine.failures[2]
+    assert "needs cells periodic in three directions" in engine.failures[3]
+    alone = Batch.from_data_list([data[4]])
+    FIREVariableCell(argon, convergence_hook=done).run(alone)
+    assert torch.equal(results[4].positions, alone.positions)
+
+
+def test_barostat_and_fused_stages_let_molecules_fail_alone_too(argon, crystal, cluster):
+    def npt(**options):
+        return NPT(argon, 2.0, 60.0, 0.0, 1000.0, 100.0, n_steps=2, **options)
+
+    for engine in (npt(), FIRE(argon, n_steps=2) + npt()):
+        sink = HostMemory()
+        engine.feed_from(SizeAwareSampler([cluster(4), crystal()], max_batch_size=1))
+        engine.sinks = (sink,)
+        engine.run()
+        status = {int(d.system_id): int(d.status) for d in sink.read()}
+        assert status[0] == FAILED
+        assert status[1] > 0
+
+
+def test_a_structure_that_needs_no_run_has_no_made_up_energy(well, atoms_in_wells):
+    batch = atoms_in_wells(count=2)
+    assert "energy" not in batch
+    batch.status = torch.tensor([[1], [0]])
+    NVE(well, 1.0, n_steps=1).run(batch)
+    assert batch.energy[:, 0].isnan().tolist() == [True, False]
+
+
+def test_a_run_that_keeps_no_structure_warns(well, atoms_in_wells):
+    data = atoms_in_wells().to_data_list()
+    engine = NVE(well, 1.0, n_steps=1, sampler=SizeAwareSampler(data, max_batch_size=2))
+    with pytest.warns(UserWarning, match="nothing keeps them: give the engine sinks="):
+        engine.run()
+    hooks = [SnapshotHook(HostMemory())]
+    NVE(well, 1.0, n_steps=1, hooks=hooks, sampler=SizeAwareSampler(data, max_batch_size=2)).run()
 
 
 def test_all_structures_unusable_is_an_empty_result_with_reasons(well, atoms_in_wells):

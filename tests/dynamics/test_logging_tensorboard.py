@@ -52,6 +52,6 @@ def test_append_false_replaces_what_is_there(well, atoms_in_wells, log):
 
 
 def test_missing_extra_is_named(monkeypatch):
-    monkeypatch.setattr("nvalchemi.dynamics.hooks._tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr("nvalchemi.hooks.reporting.tensorboard.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"nvalchemi\[tensorboard\]"):
         LoggingHook("tensorboard")

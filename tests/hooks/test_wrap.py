@@ -9,15 +9,16 @@ from ase import Atoms
 
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.dynamics import NVE
-from nvalchemi.hooks import DynamicsContext, HookContext, WrapPeriodicHook
+from nvalchemi.hooks import DynamicsContext, HookContext, NeighborListHook, WrapPeriodicHook
 from nvalchemi.hooks.wrap import (
     _change_of_matrix,
+    _has_full_list,
     _move_compiled,
     _move_portable,
     _shift_matrix,
 )
 from nvalchemi.models.lj import LennardJonesModelWrapper
-from nvalchemi.neighbors import compute_neighbors
+from nvalchemi.neighbors import NeighborConfig, compute_neighbors
 
 
 class Stage(Enum):
@@ -109,6 +110,34 @@ def test_portable_and_compiled_change_of_a_matrix_are_the_same():
         batch.neighbor_matrix_shifts.long() - before, _change_of_matrix(batch.neighbor_matrix, n)
     )
     assert batch.neighbor_matrix_shifts._version > version
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 1.0])
+def test_shifts_of_a_full_matrix_need_only_rows_near_atoms_that_crossed(share):
+    """Cells smaller than the cutoff, so that one atom is in a row several times."""
+    batch = _batch(_scattered(n=60), _scattered(seed=1, n=7))
+    compute_neighbors(batch, 7.0, format="matrix")
+    generator = torch.Generator().manual_seed(0)
+    n = torch.randint(-2, 3, (batch.num_nodes, 3), generator=generator)
+    n[torch.rand(batch.num_nodes, generator=generator) > share] = 0
+    other, crossed = batch.clone(), (n != 0).any(1)
+    assert bool(crossed.any())
+    _shift_matrix(batch, n, crossed, full=True)
+    _shift_matrix(other, n, crossed, full=False)
+    assert torch.equal(batch.neighbor_matrix_shifts, other.neighbor_matrix_shifts)
+
+
+@pytest.mark.parametrize("half_list", [False, True])
+def test_only_a_list_of_the_engine_is_taken_for_full(half_list):
+    batch = _batch(_scattered(n=5))
+    hooks = [NeighborListHook(NeighborConfig(cutoff=5.0, format="matrix", half_list=half_list), skin=0.5)]
+    engine = NVE(LennardJonesModelWrapper(1e-9, 1.0, 5.0, half_list=half_list), dt=1.0, hooks=hooks)
+    engine.run(batch, 1)
+    ctx = HookContext(batch=batch, workflow=engine)
+    assert _has_full_list(ctx, batch) is not half_list
+    assert not _has_full_list(HookContext(batch=batch), batch)
+    compute_neighbors(batch, 5.0, format="matrix", half_list=True)
+    assert not _has_full_list(ctx, batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

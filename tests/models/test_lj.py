@@ -102,6 +102,45 @@ def test_forces_and_stress_are_finite_differences_of_the_energy():
         assert result["stress"][0, c, d].item() == pytest.approx(slope / atoms.get_volume(), abs=1e-9)
 
 
+@pytest.mark.parametrize("switch_width", [0.0, 1.5])
+def test_stress_does_not_depend_on_where_the_atoms_are(switch_width):
+    """Rows without shifts, with those along one axis and along several: the stress is that of the pairs, everywhere."""
+    atoms = bulk("Ar", "fcc", a=5.26, cubic=True) * (5, 4, 4)
+    atoms.rattle(0.1, seed=1)
+    atoms.set_cell(atoms.cell.array @ (np.eye(3) + np.triu(np.full((3, 3), 0.02))), scale_atoms=True)
+    model = argon_model(switch_width=switch_width, cutoff=5.5)
+    batch = to_batch(atoms)
+    compute_neighbors(batch, config=model.model_config.neighbor_config)
+    found = model(batch)["stress"]
+    assert model._axes is not None
+    assert set(model._axes[2].tolist()) == {-1, 0, 1, 2, 3}
+    expected = model.differentiate(model.energies, batch)["stress"]
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-16)
+
+    cells_away = np.random.default_rng(0).integers(-20, 21, size=(len(atoms), 3))
+    atoms.positions += cells_away @ atoms.cell.array + [1000.0, -3000.0, 500.0]
+    for moved in (atoms, atoms[::-1]):
+        stress = evaluate(model, to_batch(moved))["stress"]
+        # Positions of thousands of Å lose four of the digits.
+        torch.testing.assert_close(stress, expected, rtol=1e-9, atol=1e-13)
+
+
+def test_shifts_changed_in_place_are_noticed():
+    batch, model = to_batch(crystal(3, a=7.0)), argon_model(cutoff=5.0)
+    expected = evaluate(model, batch)
+    cell = batch.cell[0]
+    moved = torch.arange(0, batch.num_nodes, 3)
+    batch.positions[moved] += cell[0]
+    n = torch.zeros(batch.num_nodes + 1, dtype=torch.int8)
+    n[moved] = 1
+    # x_j + S h − x_i stays what it was.
+    batch.neighbor_matrix_shifts[..., 0] += n[:-1, None] - n[batch.neighbor_matrix.long()]
+    found = model(batch)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-14)
+
+
 def test_compressed_crystal_has_negative_stress():
     """Tensile-positive: a crystal under pressure pushes outwards, σ < 0."""
     stress = evaluate(argon_model(), to_batch(bulk("Ar", "fcc", a=4.8, cubic=True)))["stress"]
@@ -161,7 +200,8 @@ def test_float32_is_near_float64():
 
 
 def test_number_of_threads_changes_nothing():
-    batch = to_batch(crystal(2), crystal(1, seed=5))
+    # More atoms than one thread does alone.
+    batch = to_batch(crystal(4), crystal(3, seed=5))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -171,3 +171,27 @@ def test_embeddings_are_invariant_and_per_atom(double_model, make_batch, crystal
     torch.testing.assert_close(
         rotated["node_embeddings"], embeddings["node_embeddings"], rtol=1e-9, atol=1e-9
     )
+
+
+def test_compiled_convolutions_equal_the_published_layers(double_model, make_batch, crystals):
+    """Where outputs are differentiated again, the layers of the package are used."""
+    batch = make_batch(crystals, double_model)
+    outputs = double_model(batch)
+    double_model.set_config("gradient_keys", {"positions"})
+    try:
+        expected = double_model(batch)
+    finally:
+        double_model.set_config("gradient_keys", frozenset())
+    assert expected["energy"].requires_grad
+    for name in ("energy", "forces", "stress"):
+        torch.testing.assert_close(outputs[name], expected[name].detach(), rtol=1e-10, atol=1e-11)
+
+
+def test_energy_alone_equals_that_with_forces(model, make_batch, crystals):
+    batch = make_batch(crystals, model)
+    expected = model(batch)["energy"]
+    model.set_config("active_outputs", {"energy"})
+    try:
+        assert torch.equal(model(batch)["energy"], expected)
+    finally:
+        model.set_config("active_outputs", None)

@@ -8,10 +8,10 @@ The same flows as ``NoseHooverChains`` in :mod:`nvalchemi.dynamics.integrators.n
 
 import math
 
-import numba
+from nvalchemi._kernels.compiler import compiled
 
 
-@numba.njit(cache=True)
+@compiled()
 def propagate(eta, v, kinetic, dof, kT, time, dt, weights, active, scale):
     """Advance ``eta``, ``v`` [B, C, M] of active graphs in place; factors of the velocities into ``scale`` [B, C]."""
     last = v.shape[2] - 1
@@ -36,7 +36,7 @@ def propagate(eta, v, kinetic, dof, kT, time, dt, weights, active, scale):
             scale[graph, c] = math.exp(log_scale)
 
 
-@numba.njit(cache=True, inline="always")
+@compiled(inline="always")
 def _kick(v, k, last, n, excess, rate, step):
     """Half of ``step`` for the velocity of link ``k``."""
     if k == 0:

@@ -18,10 +18,10 @@ is turned round: a full list always has both directions of a pair.
 
 import math
 
-import numba
 import numpy as np
 from numba import prange
 
+from nvalchemi._kernels.compiler import compiled
 from nvalchemi._kernels.threads import ThreadedKernel
 
 OK, DEGENERATE, NOT_FINITE, TOO_FAR, SHIFTS_TOO_LARGE, TOO_NARROW = 0, 1, 2, 3, 4, 5
@@ -35,7 +35,7 @@ _INT8_MAX = 127
 _ROUNDING = 1e-9  # widens ranges that only preselect, so that rounding cannot lose a pair
 _ATOMS_PER_BLOCK = 64  # unit of work of a thread
 
-_inline = numba.njit(cache=True, error_model="numpy")
+_inline = compiled(error_model="numpy")
 
 
 @_inline
@@ -453,8 +453,8 @@ def _unpack(matrix, shifts, offsets, pairs, pair_shifts):
             )
 
 
-search = ThreadedKernel(_search)
-repack = ThreadedKernel(_repack)
+search = ThreadedKernel(_search, min_length=50)
+repack = ThreadedKernel(_repack, min_length=500)
 unpack = ThreadedKernel(_unpack)
 
 
@@ -467,4 +467,4 @@ def _displacement_exceeds(x, reference, limit2):
     return exceeding > 0
 
 
-displacement_exceeds = ThreadedKernel(_displacement_exceeds)
+displacement_exceeds = ThreadedKernel(_displacement_exceeds, min_length=20_000)

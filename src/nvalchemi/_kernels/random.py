@@ -9,8 +9,9 @@ doi:10.1145/2063384.2063405).
 
 import math
 
-import numba
 import numpy as np
+
+from nvalchemi._kernels.compiler import compiled
 
 _M0 = np.uint64(0xD2511F53)
 _M1 = np.uint64(0xCD9E8D57)
@@ -20,7 +21,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-@numba.njit(cache=True, inline="always")
+@compiled(inline="always")
 def _philox(c0, c1, c2, c3, k0, k1):
     for _ in range(10):
         p0 = _M0 * c0
@@ -31,7 +32,7 @@ def _philox(c0, c1, c2, c3, k0, k1):
     return c0, c1, c2, c3
 
 
-@numba.njit(cache=True)
+@compiled()
 def philox4x32(counter, key):
     """Random words [n, 4] (as int64) of counters [n, 4] and one key [2]."""
     out = np.empty(counter.shape, dtype=np.int64)
@@ -44,7 +45,7 @@ def philox4x32(counter, key):
     return out
 
 
-@numba.njit(cache=True)
+@compiled()
 def fill_normals(seed, system_id, system_step, ptr, stream, out):
     """Write three standard normal deviates per atom into ``out`` [N, 3]; counters as in ``dynamics.random``."""
     k0 = np.uint64(seed) & _LOW

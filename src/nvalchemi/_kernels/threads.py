@@ -1,11 +1,14 @@
 """Compilation of one function for one thread and for many."""
 
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import numba
 import torch
+
+from nvalchemi._kernels.compiler import compiled
 
 
 class ThreadedKernel:
@@ -19,20 +22,22 @@ class ThreadedKernel:
     ----------
     function : function
         Plain Python function in numba's subset.
+    min_length : int, default 0
+        Shorter first arguments are done by one thread: the number for which the serial form takes about 50 µs.
     **options
-        Options of ``numba.njit``; ``cache=True`` and ``error_model="numpy"`` are set.
+        Options of ``numba.njit``; ``error_model="numpy"`` is set.
     """
 
-    def __init__(self, function: FunctionType, **options: Any) -> None:
-        self.serial = numba.njit(_renamed(function, "_serial"), cache=True, error_model="numpy", **options)
-        self.parallel = numba.njit(
-            _renamed(function, "_parallel"), cache=True, error_model="numpy", parallel=True, **options
-        )
+    def __init__(self, function: FunctionType, min_length: int = 0, **options: Any) -> None:
+        compile_ = partial(compiled, error_model="numpy", **options)
+        self.serial = compile_()(_renamed(function, "_serial"))
+        self.parallel = compile_(parallel=True)(_renamed(function, "_parallel"))
+        self._min_length = min_length
 
     def __call__(self, *args: Any) -> Any:
         """Run the loop with as many threads as torch uses."""
         threads = torch.get_num_threads()
-        if threads == 1:
+        if threads == 1 or len(args[0]) < self._min_length:
             return self.serial(*args)
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # pyright: ignore
         return self.parallel(*args)

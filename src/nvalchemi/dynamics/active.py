@@ -13,6 +13,7 @@ from nvalchemi.dynamics.sinks import DataSink, deliver
 from nvalchemi.dynamics.stages import DynamicsStage
 from nvalchemi.dynamics.thermo import free_atom_mask
 from nvalchemi.hooks import Hook, HookRegistryMixin
+from nvalchemi.hooks.protocols import FailureHook
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +114,16 @@ class ActiveGraphs(HookRegistryMixin):
             Number of the graph in the batch → why. Kept in :attr:`failures`, in ``batch.info[i]["failure"]`` (and so
             in sinks and files), and logged as a warning.
         """
-        for graph, reason in reasons.items():
-            if int(batch.status[graph]) < 0:
-                continue
+        new = {graph: reason for graph, reason in reasons.items() if int(batch.status[graph]) >= 0}
+        for graph, reason in new.items():
             batch.status[graph] = FAILED
             batch.info[graph] = {**batch.info[graph], "failure": reason}
             self.failures[int(batch.system_id[graph])] = reason
             logger.warning("%s given up: %s", batch.describe_graph(graph), reason)
+        whole = () if self._whole is None else self._whole.hooks
+        for hook in (*self.hooks, *whole) if new else ():
+            if isinstance(hook, FailureHook):
+                hook.on_failure(batch, new)
 
     def _deliver(self, batch: Batch) -> None:
         """Write the graphs that stopped since the last time, done or failed, to the sinks."""

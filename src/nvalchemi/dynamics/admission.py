@@ -30,7 +30,7 @@ def complete_batch(batch: Batch, config: ModelConfig) -> None:
     """Check a batch and add the fields that every engine needs.
 
     Added when absent: ``system_id`` (0 … B−1), ``system_step`` and ``status`` (0), ``velocities`` (from
-    ``momenta`` if there are any, else zero), ``energy`` and ``forces`` (zero, until the first evaluation).
+    ``momenta`` if there are any, else zero), until the first evaluation ``energy`` (NaN) and ``forces`` (zero).
     Velocities of fixed atoms are set to zero. Tensors that carry an autograd graph are replaced by detached
     ones. Results of other calculations that the model will not replace (``virial``, ``dipole``, …) are removed: they
     are not true any more when the atoms have moved.
@@ -81,7 +81,7 @@ def complete_batch(batch: Batch, config: ModelConfig) -> None:
     if free is not None:
         batch.velocities.masked_fill_(~free.unsqueeze(-1), 0.0)
     if "energy" not in batch:
-        batch.energy = batch.positions.new_zeros(batch.num_graphs, 1)
+        batch.energy = batch.positions.new_full((batch.num_graphs, 1), torch.nan)
     if "forces" not in batch:
         batch.forces = torch.zeros_like(batch.positions)
 
@@ -156,25 +156,31 @@ def mark_entry(batch: Batch, entering: Tensor) -> None:
     torch.where(entering[:, None], batch.system_step, batch.stage_entry_step, out=batch.stage_entry_step)
 
 
-def require_periodic_cells(batch: Batch, who: str) -> None:
-    """``ValueError`` naming the first graph whose cell is not periodic in three directions or has no volume.
+def without_periodic_cell(batch: Batch, who: str) -> dict[int, str]:
+    """Graphs whose cell is not periodic in three directions or has no volume, with the reason; not of failed ones.
 
     Parameters
     ----------
     batch : Batch
         The structures.
     who : str
-        What needs the cells, for the message.
+        What needs the cells, for the reasons.
     """
     if "cell" not in batch or "pbc" not in batch:
-        raise ValueError(
-            f"{who} needs structures with a cell; {batch.describe_graph(0)} has none, nor has any other"
-        )
-    volume = torch.linalg.det(batch.cell.double())
-    bad = ~batch.pbc.all(-1) | ~(volume.abs() >= 1e-12)
-    if bool(bad.any()):
-        graph = int(bad.nonzero()[0, 0])
-        raise ValueError(
-            f"{who} needs cells periodic in three directions; {batch.describe_graph(graph)} has "
-            f"pbc {batch.pbc[graph].tolist()} and volume {abs(float(volume[graph])):g} Å³"
-        )
+        return {
+            graph: f"{who} needs structures with a cell; {batch.describe_graph(graph)} has none"
+            for graph in range(batch.num_graphs)
+        }
+    volume = torch.linalg.det(batch.cell.double()).abs()
+    bad = ~batch.pbc.all(-1) | ~(volume >= 1e-12)
+    return {
+        graph: f"{who} needs cells periodic in three directions; {batch.describe_graph(graph)} has "
+        f"pbc {batch.pbc[graph].tolist()} and volume {float(volume[graph]):g} Å³"
+        for graph in bad.nonzero()[:, 0].tolist()
+    }
+
+
+def require_periodic_cells(batch: Batch, who: str) -> None:
+    """``ValueError`` for the first graph of :func:`without_periodic_cell`."""
+    for reason in without_periodic_cell(batch, who).values():
+        raise ValueError(reason)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data import Batch
+from nvalchemi.dynamics import observables
 from nvalchemi.dynamics.active import ActiveGraphs, unchanged, version
 from nvalchemi.dynamics.admission import FAILED, complete_batch, mark_entry, release_atoms
 from nvalchemi.dynamics.convergence import ConvergenceHook, Criterion
-from nvalchemi.dynamics.evaluation import Cutter, PieceEvaluator, as_cutter, store_outputs
-from nvalchemi.dynamics.inflight import StructureFeed, check_parameters, refill
+from nvalchemi.dynamics.evaluation import Cutter, PieceEvaluator, as_cutter, forget_outputs, store_outputs
+from nvalchemi.dynamics.inflight import StructureFeed, check_parameters, refill, warn_of_lost_structures
 from nvalchemi.dynamics.restart import RestartFile
 from nvalchemi.dynamics.session import ModelSession
 from nvalchemi.dynamics.sinks import DataSink, as_sinks, sinks_closed_after
@@ -21,6 +22,7 @@ from nvalchemi.dynamics.stages import DynamicsStage
 from nvalchemi.dynamics.state import Stateful, batch_from_state, engine_state, load_engine_state, resume
 from nvalchemi.dynamics.thermo import max_force
 from nvalchemi.hooks import DynamicsContext, Hook, NeighborListHook
+from nvalchemi.hooks.protocols import Progress
 from nvalchemi.models.base import BaseModelMixin
 
 if TYPE_CHECKING:
@@ -64,9 +66,10 @@ class BaseDynamics(ActiveGraphs):
         Add a :class:`NeighborListHook` (the last at ``BEFORE_COMPUTE``) when the model needs a list and
         none is registered, with the skin that the model's config names, else 1 Å.
     max_edges_per_eval : int, "auto" or callable, optional
-        Bound on the edges given to the model at once; a graph with more goes alone. ``"auto"`` tries which size
-        takes the least time per edge, with some evaluations more on the first batch. A callable gets the number of
-        edges of each active graph and returns pieces (start, stop). Default: all at once.
+        Bound on the edges given to the model at once; a graph with more goes alone. ``"auto"``: the size that takes
+        the least time per edge and fits into memory, found with some evaluations more on the first batch, and kept on
+        disk for later runs (:mod:`nvalchemi.dynamics.cost`). A callable gets the number of edges of each active graph
+        and returns pieces (start, stop). Pieces that do not fit into memory are halved. Default: all at once.
 
     Notes
     -----
@@ -108,13 +111,15 @@ class BaseDynamics(ActiveGraphs):
         self._needs = self.needed_outputs
         self._session = ModelSession(model, self._needs)
         self._cutter = as_cutter(max_edges_per_eval)
-        self._evaluate_pieces = PieceEvaluator(self._cutter)
+        self._evaluate_pieces = PieceEvaluator(self._cutter, model)
         self._auto_hook: NeighborListHook | None = None
 
         self._batch: Batch | None = None
         self._left_at: dict[str, tuple[Tensor | None, int]] = {}
         self._saved: Mapping[str, Any] | None = None
         self._restart_file: RestartFile | None = None
+        self._stop_requested = False
+        self._this_run: tuple[int, int | None, StructureFeed | None] = (0, self.n_steps, None)
 
         for hook in hooks or ():
             self.register_hook(hook)
@@ -151,6 +156,23 @@ class BaseDynamics(ActiveGraphs):
     def elapsed_time(self, batch: Batch) -> Tensor:
         """Physical time each graph has been simulated, fs, ``[B]``; NaN for engines without one."""
         return torch.full((batch.num_graphs,), torch.nan, dtype=torch.float64, device=batch.device)
+
+    # ------------------------------------------------------------------ for reports
+    def observables(self, batch: Batch) -> dict[str, Tensor]:
+        """What can be measured of each graph, by this engine's own rules; each ``[B]``, NaN where there is none.
+
+        ``energy`` (eV), ``fmax`` (eV/Å), ``time`` (fs); with velocities ``temperature`` (K) and ``total_energy`` (eV);
+        ``conserved_energy`` (eV) of integrators that have one; with a cell ``volume`` (Å³) and ``pressure`` (eV/Å³).
+        """
+        return observables.observables(self, batch)
+
+    def targets(self) -> Mapping[str, float]:
+        """Thresholds of the convergence criteria by their key, ``{"fmax": 0.05}``; empty without."""
+        return observables.targets(self)
+
+    def progress(self) -> Progress:
+        """Steps made of those of this run; structures that came out of those of the sampler."""
+        return observables.progress(self)
 
     # ------------------------------------------------------------------ one step
     def step(self, batch: Batch) -> tuple[Batch, Tensor | None]:
@@ -204,7 +226,22 @@ class BaseDynamics(ActiveGraphs):
             if self.active_graph_mask is None and self._cutter is None:
                 store_outputs(batch, self._evaluate(batch))
             else:
-                self._evaluate_pieces(self._evaluate, batch, self.active_graph_mask)
+                too_large = self._evaluate_pieces(self._evaluate, batch, self.active_graph_mask)
+                if too_large:
+                    self._give_up_too_large(batch, too_large)
+
+    def _give_up_too_large(self, batch: Batch, graphs: Sequence[int]) -> None:
+        """Retire graphs that do not fit into memory alone; an error where there is nothing else to do."""
+        reasons = {
+            graph: f"{batch.describe_graph(graph)} with {int(batch.num_nodes_per_graph[graph])} atoms does not fit "
+            f"into the memory of {batch.device}"
+            for graph in graphs
+        }
+        if len(graphs) == self._num_active and self.sampler is None:
+            raise MemoryError("; ".join(reasons.values()))
+        forget_outputs(batch, graphs)
+        self.retire(batch, reasons)
+        self._notice_status(batch)
 
     def _evaluate(self, batch: Batch) -> Mapping[str, Tensor]:
         outputs = self.model(batch)
@@ -305,13 +342,15 @@ class BaseDynamics(ActiveGraphs):
             with self._session:
                 self._enter(batch)
             return batch
+        self._this_run = (self.step_count, limit, feed)
         with self._hooks_opened(), sinks_closed_after(self.sinks), self._session:
             if batch is not None:
                 self._enter(batch)
             if batch is None or (in_flight and self._num_active < batch.num_graphs):
                 batch = self._exchange(batch)
             steps = 0 if file is None else file.steps_made(self)
-            while self._num_active > 0 and (limit is None or steps < limit):
+            self._this_run = (self.step_count - steps, limit, feed)
+            while self._num_active > 0 and (limit is None or steps < limit) and not self._stop_requested:
                 self.step(batch)
                 steps += 1
                 if feed is not None and (
@@ -324,7 +363,15 @@ class BaseDynamics(ActiveGraphs):
                 file.end_run(self, steps)
             inputs = self.model.model_config.required_inputs | self.model.model_config.optional_inputs
             self._left_at = {name: version(batch.get(name)) for name in (*_FORCES_DEPEND_ON, *inputs)}
+            self._stop_requested = False
         return batch
+
+    def request_stop(self) -> None:
+        """End the run behind the step being made; a state saved then goes on from there.
+
+        May be called from a hook, a signal handler or another thread.
+        """
+        self._stop_requested = True
 
     @property
     def ends_by_itself(self) -> bool:
@@ -450,6 +497,7 @@ class BaseDynamics(ActiveGraphs):
         from nvalchemi.dynamics.hooks import NaNDetectorHook, SafetyHook
 
         check_parameters(self.parts)
+        warn_of_lost_structures(self)
         if not any(isinstance(hook, NaNDetectorHook | SafetyHook) for hook in self.restart_hooks):
             self.register_hook(SafetyHook())
 

@@ -174,7 +174,7 @@ class ConvergenceHook:
 
     @classmethod
     def from_stress(cls, threshold: float, *, pressure: float = 0.0, **options: Any) -> Self:
-        """Largest component of the stress relative to an applied pressure, |σ + P·1| ≤ ``threshold``; both eV/Å³."""
+        """Largest component of the stress relative to an applied pressure, ``|σ + P·1| ≤ threshold``; both eV/Å³."""
         if not threshold >= 0:
             raise ValueError(f"threshold of criterion 'stress' must be ≥ 0, got {threshold}")
 

@@ -6,25 +6,29 @@ active set or the neighbour list changed; in between only the fields that change
 copied over.
 """
 
+import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from nvalchemi.data import FIELDS, Batch
-from nvalchemi.dynamics.segments import sum_per_graph
+from nvalchemi.dynamics.cost import (
+    EvaluationCost,
+    PieceBound,
+    cost_key,
+    edges_per_graph,
+    fits_into_memory,
+)
+from nvalchemi.models.base import BaseModelMixin
+
+logger = logging.getLogger(__name__)
 
 Cutter = Callable[[Sequence[int]], Sequence[tuple[int, int]]]
 """Chooses pieces from the number of edges of each active graph: pairs (start, stop) that cover them in order."""
-
-_SMALLEST_PIECE = 256
-"""Edges; below, the cost of a call outweighs that of its edges for every potential tried."""
-_CLEARLY_SLOWER = 1.2
-_TRIAL_SECONDS = 0.05
 
 OUTPUTS = frozenset({"energy", "forces", "stress", "virial", "dipole"})
 """Fields that the engine takes from a model's outputs into the batch."""
@@ -49,18 +53,32 @@ def cut_by_edges(max_edges: int) -> Cutter:
     """
 
     def cut(edges: Sequence[int]) -> list[tuple[int, int]]:
-        pieces: list[tuple[int, int]] = []
-        start, total = 0, 0
-        for graph, count in enumerate(edges):
-            if graph > start and total + count > max_edges:
-                pieces.append((start, graph))
-                start, total = graph, 0
-            total += count
-        if len(edges) > start:
-            pieces.append((start, len(edges)))
-        return pieces
+        return cut_by_loads([edges], [max_edges])
 
     return cut
+
+
+def cut_by_loads(loads: Sequence[Sequence[float]], limits: Sequence[float]) -> list[tuple[int, int]]:
+    """Pieces of consecutive graphs that keep within several limits; a larger graph is a piece of its own.
+
+    Parameters
+    ----------
+    loads : sequence of sequence of float
+        For each limit, the load of each graph.
+    limits : sequence of float
+        What the loads of a piece may add up to.
+    """
+    pieces: list[tuple[int, int]] = []
+    start, totals = 0, [0.0] * len(limits)
+    for graph, load in enumerate(zip(*loads, strict=True)):
+        sums = [total + more for total, more in zip(totals, load, strict=True)]
+        if graph > start and any(value > limit for value, limit in zip(sums, limits, strict=True)):
+            pieces.append((start, graph))
+            start, sums = graph, list(load)
+        totals = sums
+    if len(loads[0]) > start:
+        pieces.append((start, len(loads[0])))
+    return pieces
 
 
 def as_cutter(
@@ -98,6 +116,17 @@ def store_outputs(batch: Batch, outputs: Mapping[str, Tensor]) -> None:
             target.copy_(value)
 
 
+def forget_outputs(batch: Batch, graphs: Sequence[int]) -> None:
+    """Make NaN of the results of graphs that could not be evaluated."""
+    mask = torch.zeros(batch.num_graphs, dtype=torch.bool, device=batch.device)
+    mask[list(graphs)] = True
+    for name in OUTPUTS:
+        if name in batch:
+            target: Tensor = batch[name]
+            rows = mask[batch.batch_idx] if batch.level(name) == "node" else mask
+            target.masked_fill_(rows.view(-1, *[1] * (target.ndim - 1)), torch.nan)
+
+
 @dataclass
 class _Piece:
     batch: Batch
@@ -113,25 +142,40 @@ class PieceEvaluator:
     Every field travels with a graph except those that engines write and models do not read (velocities,
     results, state of integrators), so that charges, spins and fields of the user's own reach the model.
 
+    A piece that does not fit into memory is halved, again if it must be, and later ones are not made larger.
+
     Parameters
     ----------
     cutter : callable or "auto", optional
-        Chooses the pieces; ``None``: one piece. ``"auto"``: of the size that takes the least time per edge, which is
-        tried on the first batch. Another size changes results by round-off, so that it is part of the state.
+        Chooses the pieces; ``None``: one piece. ``"auto"``: of the size that takes the least time per edge
+        (:mod:`nvalchemi.dynamics.cost`), which is measured where no earlier run did. Another size changes results by
+        round-off, so that it is part of the state.
+    model : BaseModelMixin
+        Whose cost it is.
     """
 
-    def __init__(self, cutter: "Cutter | Literal['auto'] | None") -> None:
+    def __init__(self, cutter: "Cutter | Literal['auto'] | None", model: BaseModelMixin) -> None:
         self._cutter = cutter
-        self.max_edges: int | None = None
-        """Edges per piece that were found to be best, once ``"auto"`` has tried."""
+        self._model = model
+        self.bound: PieceBound | None = None
+        """What ``"auto"`` has found."""
+        self._covered = 0
+        self._memory_limit: int | None = None
+        """Edges, half of those of a piece that did not fit."""
         self._pieces: list[_Piece] = []
         self._objects: tuple[object, ...] = ()
         self._versions: tuple[object, ...] = ()
 
     def __call__(
         self, model: Callable[[Batch], Mapping[str, Tensor]], batch: Batch, active: Tensor | None
-    ) -> None:
-        """Write the model's results for the graphs marked in ``active`` (``None``: all) into the batch."""
+    ) -> list[int]:
+        """Write the model's results for the graphs marked in ``active`` (``None``: all) into the batch.
+
+        Returns
+        -------
+        list of int
+            Graphs that do not fit into memory even alone, and got no results.
+        """
         lists = [batch.get(name) for name in _LIST_FIELDS]
         objects = (batch, batch.batch_ptr, active, *lists)
         versions = (batch.keys(), *[None if t is None else t._version for t in lists])
@@ -141,20 +185,79 @@ class PieceEvaluator:
         if not same or versions != self._versions:
             self._pieces = self._cut(model, batch, active)
             self._objects, self._versions = objects, versions
-        if active is None and len(self._pieces) == 1:
-            store_outputs(batch, model(batch))
-            return
-        for piece in self._pieces:
-            _refresh(piece, batch)
-            _scatter(model(piece.batch), piece, batch)
+        too_large: list[int] = []
+        done = 0
+        while done < len(self._pieces):
+            piece = self._pieces[done]
+            whole = active is None and len(self._pieces) == 1
+            if fits_into_memory(lambda p=piece, w=whole: _evaluate(model, p, batch, w), batch.device):
+                done += 1
+            elif piece.graphs.shape[0] > 1:
+                self._pieces[done : done + 1] = self._halves(batch, piece)
+            else:
+                too_large.append(int(piece.graphs))
+                done += 1
+        return too_large
 
-    def state_dict(self) -> dict[str, int | None]:
-        """The size that ``"auto"`` found."""
-        return {"max_edges": self.max_edges}
+    def find_bound(
+        self, model: Callable[[Batch], Mapping[str, Tensor]], batch: Batch, *, total: int | None = None
+    ) -> PieceBound:
+        """What may be evaluated at once, measured on the structures of a batch where no earlier run did.
 
-    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
-        """Take up a size."""
-        self.max_edges = state["max_edges"]
+        Parameters
+        ----------
+        model : callable
+            The model.
+        batch : Batch
+            Structures with neighbour lists.
+        total : int, optional
+            Edges that there will be; structures are repeated to fill evaluations that are larger than the batch.
+            Default: as many as the batch has.
+        """
+        edges: list[int] = edges_per_graph(batch).tolist()
+        wanted = sum(edges) if total is None else total
+
+        def sample(size: int) -> tuple[Batch, list[Batch]] | None:
+            times = 1 if total is None else -(-size // max(sum(edges), 1))
+            counts = edges * times
+            cuts = {cut: sum(counts[slice(*cut)]) for cut in cut_by_edges(size)(counts)}
+            # A graph with more edges than this size is a piece of its own, and says nothing of the size.
+            fitting = {cut: count for cut, count in cuts.items() if 0 < count <= size}
+            if not fitting:
+                return None
+            start, stop = max(fitting, key=lambda cut: fitting[cut])
+            graphs = torch.arange(batch.num_graphs, device=batch.device).repeat(times)[start:stop]
+            halves = cut_by_edges(size // 2)(counts[start:stop])
+            return _make_piece(batch, graphs).batch, [
+                _make_piece(batch, graphs[slice(*cut)]).batch for cut in halves
+            ]
+
+        key = cost_key(self._model, batch)
+        cost = EvaluationCost.of(key)
+        if not cost.covers(wanted):
+            cost.measure(model, sample, wanted).save(key)
+        self._covered = max(wanted, self._covered)
+        self.bound = cost.bound(batch.device) or PieceBound(max(wanted, 1), 0.0, 0.0, 1.0)
+        return self.bound
+
+    def atoms_at_once(
+        self, model: Callable[[Batch], Mapping[str, Tensor]], batch: Batch, total_atoms: int
+    ) -> int:
+        """Atoms of one evaluation of structures like those of ``batch``, of which there are ``total_atoms``."""
+        edges_per_atom = max(int(edges_per_graph(batch).sum()), 1) / batch.num_nodes
+        bound = self.find_bound(model, batch, total=math.ceil(total_atoms * edges_per_atom))
+        bytes_per_atom = bound.bytes_per_atom + bound.bytes_per_edge * edges_per_atom
+        return int(min(bound.max_edges / edges_per_atom, bound.max_bytes / max(bytes_per_atom, 1e-9)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``"auto"`` has found, and what did not fit."""
+        bound = None if self.bound is None else list(self.bound)
+        return {"bound": bound, "covered": self._covered, "memory_limit": self._memory_limit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what another run has found."""
+        self.bound = None if state["bound"] is None else PieceBound(*state["bound"])
+        self._covered, self._memory_limit = state["covered"], state["memory_limit"]
 
     def _cut(
         self, model: Callable[[Batch], Mapping[str, Tensor]], batch: Batch, active: Tensor | None
@@ -164,68 +267,53 @@ class PieceEvaluator:
             graphs = graphs[active]
         if graphs.shape[0] == 0:
             return []
-        cuts: Sequence[tuple[int, int]] = [(0, graphs.shape[0])]
-        if self._cutter is not None:
-            edges: list[int] = _edges_per_graph(batch)[graphs].tolist()
-            if isinstance(self._cutter, str):
-                if self.max_edges is None:
-                    self.max_edges = _fastest_size(model, batch, graphs, edges)
-                cuts = cut_by_edges(self.max_edges)(edges)
-            else:
-                cuts = self._cutter(edges)
-            bounds = [bound for cut in cuts for bound in cut]
-            if [0, *bounds[1::2]] != [*bounds[::2], graphs.shape[0]]:
-                raise ValueError(
-                    f"max_edges_per_eval must cut {graphs.shape[0]} graphs into pieces that cover all, got {cuts}"
-                )
+        if graphs.shape[0] == 1 or (self._cutter is None and self._memory_limit is None):
+            return [_make_piece(batch, graphs)]
+        edges: list[int] = edges_per_graph(batch)[graphs].tolist()
+        cuts: Sequence[tuple[int, int]] = [(0, len(edges))]
+        if isinstance(self._cutter, str):
+            if self.bound is None or sum(edges) > 2 * self._covered:
+                self.find_bound(model, batch.index_select(graphs))
+            cuts = self._cut_by_bound(edges, batch.num_nodes_per_graph[graphs].tolist())
+        elif self._cutter is not None:
+            cuts = self._cutter(edges)
+        bounds = [bound for cut in cuts for bound in cut]
+        if [0, *bounds[1::2]] != [*bounds[::2], graphs.shape[0]]:
+            raise ValueError(
+                f"max_edges_per_eval must cut {graphs.shape[0]} graphs into pieces that cover all, got {cuts}"
+            )
+        if self._memory_limit is not None:
+            finer = cut_by_edges(self._memory_limit)
+            cuts = [(start + a, start + b) for start, stop in cuts for a, b in finer(edges[start:stop])]
         return [_make_piece(batch, graphs[start:stop]) for start, stop in cuts]
 
+    def _cut_by_bound(self, edges: Sequence[int], atoms: Sequence[int]) -> list[tuple[int, int]]:
+        assert self.bound is not None
+        max_edges, per_atom, per_edge, max_bytes = self.bound
+        taken = [per_atom * n + per_edge * e for n, e in zip(atoms, edges, strict=True)]
+        return cut_by_loads([edges, taken], [max_edges, max_bytes])
 
-def _fastest_size(
-    model: Callable[[Batch], Mapping[str, Tensor]], batch: Batch, graphs: Tensor, edges: Sequence[int]
-) -> int:
-    """Edges per evaluation with the least time per edge; sizes are doubled until they are clearly slower."""
-    size, best, least = _SMALLEST_PIECE, max(sum(edges), 1), math.inf
-    while True:
-        counts = {cut: sum(edges[slice(*cut)]) for cut in cut_by_edges(size)(edges)}
-        # A graph with more edges than this size is a piece of its own, and says nothing of the size.
-        fitting = {cut: count for cut, count in counts.items() if 0 < count <= size}
-        if fitting:
-            (start, stop), count = max(fitting.items(), key=lambda item: item[1])
-            seconds = _seconds(model, _make_piece(batch, graphs[start:stop]).batch) / count
-            if seconds < least:
-                best, least = size, seconds
-            elif seconds > _CLEARLY_SLOWER * least:
-                return best
-        if len(counts) == 1 or size > sum(edges):
-            return best
-        size *= 2
+    def _halves(self, batch: Batch, piece: _Piece) -> list[_Piece]:
+        """Two pieces of about as many edges, in place of one that did not fit into memory."""
+        up_to = edges_per_graph(piece.batch).cumsum(0)
+        total = int(up_to[-1])
+        middle = min(max(int((up_to <= total // 2).sum()), 1), piece.graphs.shape[0] - 1)
+        self._memory_limit = max(total // 2, 1)
+        logger.warning(
+            "an evaluation of %d edges does not fit into the memory of %s: at most %d from now on",
+            total, batch.device, self._memory_limit,
+        )  # fmt: skip
+        return [_make_piece(batch, graphs) for graphs in (piece.graphs[:middle], piece.graphs[middle:])]
 
 
-def _seconds(model: Callable[[Batch], Mapping[str, Tensor]], batch: Batch) -> float:
-    """Time of an evaluation after one to warm up; the least of several where that costs little."""
-    least, spent = math.inf, 0.0
-    for trial in range(5):
-        start = time.perf_counter()
-        model(batch)
-        if batch.device.type == "cuda":
-            torch.cuda.synchronize(batch.device)
-        seconds = time.perf_counter() - start
-        spent += seconds
-        if trial > 0:
-            least = min(least, seconds)
-            if spent > _TRIAL_SECONDS:
-                break
-    return least
-
-
-def _edges_per_graph(batch: Batch) -> Tensor:
-    """Number of edges of each graph, or of atoms where there is no neighbour list."""
-    if "neighbor_list" in batch:
-        return batch.num_edges_per_graph
-    if "num_neighbors" in batch:
-        return sum_per_graph(batch.num_neighbors.double(), batch.batch_ptr).long()
-    return batch.num_nodes_per_graph
+def _evaluate(
+    model: Callable[[Batch], Mapping[str, Tensor]], piece: _Piece, batch: Batch, whole: bool
+) -> None:
+    if whole:
+        store_outputs(batch, model(batch))
+        return
+    _refresh(piece, batch)
+    _scatter(model(piece.batch), piece, batch)
 
 
 def _is_read(name: str) -> bool:

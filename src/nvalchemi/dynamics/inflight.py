@@ -14,23 +14,36 @@ What an engine, a hook or the neighbour search keeps for a structure is fields o
 A structure's path does not depend on its company, and its ``system_id`` is its number in the dataset.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nvalchemi.data import AtomicData, Batch
-from nvalchemi.dynamics.admission import add_bookkeeping, complete_batch, unusable_graphs
+from nvalchemi.dynamics.admission import (
+    add_bookkeeping,
+    complete_batch,
+    unusable_graphs,
+    without_periodic_cell,
+)
 from nvalchemi.dynamics.evaluation import OUTPUTS
 from nvalchemi.dynamics.parameters import GraphParameter
 from nvalchemi.dynamics.pressure import AppliedPressure
 from nvalchemi.dynamics.sinks import deliver
+from nvalchemi.hooks import NeighborListHook
+from nvalchemi.neighbors import UnsearchableStructureError, compute_neighbors
 
 if TYPE_CHECKING:
     from nvalchemi.dynamics.base import BaseDynamics
+
+
+_UNLIMITED = int(np.iinfo(np.int64).max)
+_EXAMPLES = 16
+"""Structures on which the room for a model's evaluations is measured."""
 
 
 @runtime_checkable
@@ -86,7 +99,9 @@ class SizeAwareSampler:
         without, every structure is loaded once to see its size.
     max_atoms, max_edges, max_batch_size : int, optional
         Largest numbers of atoms, edges and structures that are out together; at least one of them. Edges are those
-        of the dataset's own neighbour lists.
+        of the dataset's own neighbour lists. ``max_atoms="auto"``: as many as the engine's model evaluates at once with
+        the least time for each (:mod:`nvalchemi.dynamics.cost`), and one structure at least; the engine finds out
+        when the run begins.
     bin_width : int, default 1
         Structures whose numbers of atoms fall into one bin of this width count as equally large.
     shuffle : bool, default False
@@ -115,15 +130,18 @@ class SizeAwareSampler:
     def __init__(
         self,
         dataset: StructureSource,
-        max_atoms: int | None = None,
+        max_atoms: "int | Literal['auto'] | None" = None,
         max_edges: int | None = None,
         max_batch_size: int | None = None,
         bin_width: int = 1,
         shuffle: bool = False,
         random_seed: int = 0,
     ) -> None:
-        budgets = {"max_atoms": max_atoms, "max_edges": max_edges, "max_batch_size": max_batch_size}
-        if all(limit is None for limit in budgets.values()):
+        self.is_undecided = max_atoms == "auto"
+        """Whether the number of atoms is still to be chosen (:meth:`choose_max_atoms`)."""
+        atom_limit = None if isinstance(max_atoms, str) else max_atoms
+        budgets = {"max_atoms": atom_limit, "max_edges": max_edges, "max_batch_size": max_batch_size}
+        if all(limit is None for limit in budgets.values()) and not self.is_undecided:
             raise ValueError("SizeAwareSampler needs max_atoms, max_edges or max_batch_size")
         for name, limit in {**budgets, "bin_width": bin_width}.items():
             if limit is not None and limit < 1:
@@ -137,9 +155,8 @@ class SizeAwareSampler:
                 "max_edges needs the number of edges of each structure, and the dataset has none"
             )
         self._sizes = np.stack([atoms, edges, np.ones_like(atoms)], axis=1)
-        unlimited = np.iinfo(np.int64).max
-        limits = (max_atoms, max_edges, max_batch_size)
-        self._budget = np.array([unlimited if limit is None else limit for limit in limits])
+        limits = (atom_limit, max_edges, max_batch_size)
+        self._budget = np.array([_UNLIMITED if limit is None else limit for limit in limits])
         for column, name in enumerate(("atoms", "edges")):
             too_large = self._sizes[:, column] > self._budget[column]
             if too_large.any():
@@ -157,6 +174,27 @@ class SizeAwareSampler:
         """Number of structures that were not handed out yet."""
         return len(self._waiting)
 
+    @property
+    def max_atoms(self) -> int | None:
+        """Largest number of atoms that are out together."""
+        limit = int(self._budget[0])
+        return None if limit == _UNLIMITED else limit
+
+    def choose_max_atoms(self, max_atoms: int) -> None:
+        """Decide what ``max_atoms="auto"`` left open; the largest structure has room in any case."""
+        self._budget[0] = max(max_atoms, int(self._sizes[:, 0].max()))
+        self.is_undecided = False
+
+    def examples(self, count: int) -> list[AtomicData]:
+        """Up to ``count`` of the structures that were not handed out, of all sizes; they stay with the sampler."""
+        places = np.unique(np.linspace(0, len(self._waiting) - 1, count).round().astype(np.int64))
+        return [self._load(int(self._waiting[place])) for place in places]
+
+    @property
+    def atoms_waiting(self) -> int:
+        """Atoms of all structures that were not handed out yet."""
+        return int(self._sizes[self._waiting, 0].sum())
+
     def draw(self, staying: Batch | None) -> list[AtomicData]:
         """Hand out the structures that fit next to those of an earlier draw that are still out.
 
@@ -170,6 +208,11 @@ class SizeAwareSampler:
         list of AtomicData
             Their ``system_id`` is their number in the dataset; status and step counts of an earlier run are removed.
         """
+        if self.is_undecided:
+            raise ValueError(
+                "max_atoms='auto' is decided by an engine that runs with this sampler; give a number, or call "
+                "choose_max_atoms"
+            )
         ids: list[int] = [] if staying is None else staying.system_id[:, 0].tolist()
         room = self._budget - self._sizes[ids].sum(axis=0)
         return [self._load(int(number)) for number in self._take(room)]
@@ -212,12 +255,15 @@ class SizeAwareSampler:
         return data
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers of the structures that were not handed out yet, in order."""
-        return {"waiting": self._waiting.tolist()}
+        """Numbers of the structures that were not handed out yet, in order, and the largest number of atoms."""
+        max_atoms = None if self.is_undecided else self.max_atoms
+        return {"waiting": self._waiting.tolist(), "max_atoms": max_atoms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a position."""
         self._waiting = np.array(state["waiting"], dtype=np.int64)
+        if self.is_undecided and state["max_atoms"] is not None:
+            self.choose_max_atoms(state["max_atoms"])
 
 
 def _with_info(item: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -254,6 +300,8 @@ def refill(engine: "BaseDynamics", sampler: StructureFeed, staying: Batch | None
     admitted : Tensor, bool [B]
         The new ones.
     """
+    if isinstance(sampler, SizeAwareSampler) and sampler.is_undecided:
+        _choose_max_atoms(engine, sampler)
     new = _draw_usable(engine, sampler, staying)
     if new is None:
         if staying is None:
@@ -268,13 +316,36 @@ def refill(engine: "BaseDynamics", sampler: StructureFeed, staying: Batch | None
     return batch, torch.arange(batch.num_graphs, device=batch.device) >= first_new
 
 
+def _choose_max_atoms(engine: "BaseDynamics", sampler: SizeAwareSampler) -> None:
+    """As many atoms as one evaluation should have, measured on some structures of the dataset."""
+    batch = Batch.from_data_list(sampler.examples(_EXAMPLES))
+    add_bookkeeping(batch)
+    engine._add_neighbor_hook()
+    unusable = list(_unusable(engine, batch))
+    while batch.num_graphs > len(unusable):
+        batch = batch.index_select([graph for graph in range(batch.num_graphs) if graph not in unusable])
+        complete_batch(batch, engine.model.model_config)
+        try:
+            for hook in engine.hooks:
+                if isinstance(hook, NeighborListHook):
+                    compute_neighbors(batch, config=hook.config)
+        except UnsearchableStructureError as error:
+            unusable = [error.graph]
+            continue
+        with engine._session:
+            at_once = engine._evaluate_pieces.atoms_at_once(engine._evaluate, batch, sampler.atoms_waiting)
+        sampler.choose_max_atoms(at_once)
+        return
+    sampler.choose_max_atoms(1)
+
+
 def _draw_usable(engine: "BaseDynamics", sampler: StructureFeed, staying: Batch | None) -> Batch | None:
     """The next structures that can be run; none in it when all drawn cannot, ``None`` when there are none to draw."""
     new = None
     while drawn := sampler.draw(staying):
         new = Batch.from_data_list(drawn)
         add_bookkeeping(new)
-        engine.retire(new, unusable_graphs(new))
+        engine.retire(new, _unusable(engine, new))
         bad = new.status[:, 0] < 0
         if bool(bad.any()):
             if engine.sinks:
@@ -284,6 +355,14 @@ def _draw_usable(engine: "BaseDynamics", sampler: StructureFeed, staying: Batch 
             complete_batch(new, engine.model.model_config)
             break
     return new
+
+
+def _unusable(engine: "BaseDynamics", batch: Batch) -> dict[int, str]:
+    """Structures that the engine cannot run, with the reason."""
+    reasons = unusable_graphs(batch)
+    if "stress" in engine.needed_outputs:
+        reasons = without_periodic_cell(batch, type(engine).__name__) | reasons
+    return reasons
 
 
 def join(staying: Batch, new: Batch) -> Batch:
@@ -306,6 +385,20 @@ def check_parameters(engines: Sequence["BaseDynamics"]) -> None:
                     f"{name} of {type(engine).__name__} has one value for each graph of a batch; in a run fed by a "
                     "sampler graphs come and go: give one number for all"
                 )
+
+
+def warn_of_lost_structures(engine: "BaseDynamics") -> None:
+    """``UserWarning`` when nothing takes the structures that are done, or at least follows them on their way."""
+    from nvalchemi.dynamics.hooks import ConvergedSnapshotHook, SnapshotHook
+
+    kept = any(isinstance(hook, SnapshotHook | ConvergedSnapshotHook) for hook in engine.restart_hooks)
+    if not engine.sinks and not kept:
+        warnings.warn(
+            "structures leave the batch when they are done, and nothing keeps them: give the engine sinks=, such as "
+            "nvalchemi.dynamics.sinks.HostMemory()",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _is_per_graph(value: object) -> bool:

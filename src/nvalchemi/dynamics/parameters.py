@@ -93,7 +93,11 @@ class GraphParameter:
             raise ValueError(
                 f"{self.name} has {value.shape[0]} values for a batch of {batch.num_graphs} graphs"
             )
-        return value.to(batch.device)
+        if value.device != batch.device:
+            value = value.to(batch.device)
+            if not self.is_schedule:
+                self.value = value  # once, as the host waits for it
+        return value
 
     def per_atom(self, batch: Batch) -> Float[Tensor, "N 1"]:
         """One float64 value for each atom, as a column."""

@@ -72,7 +72,10 @@ class AppliedPressure:
         value = self._checked(self.value(batch.system_step[:, 0])) if callable(self.value) else self.value
         if value.ndim > 0 and value.shape[0] != batch.num_graphs:
             raise ValueError(f"pressure has {value.shape[0]} rows for a batch of {batch.num_graphs} graphs")
-        value = value.to(batch.device)
+        if value.device != batch.device:
+            value = value.to(batch.device)
+            if not callable(self.value):
+                self.value = value  # once, as the host waits for it
         if value.ndim == 3:
             return value
         rows = value if value.ndim == 2 else value.reshape(-1, 1)

@@ -21,6 +21,7 @@ from enum import IntEnum
 
 import torch
 
+from nvalchemi import _kernels
 from nvalchemi.typing import Float, Int, Tensor
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -105,18 +106,23 @@ def standard_normals(
     Tensor
         ``out``.
     """
-    if out.device.type == "cpu":
+    if _kernels.serve(out):
         from nvalchemi._kernels.random import fill_normals
 
         fill_normals(seed, system_id.numpy(), system_step.numpy(), ptr.numpy(), int(stream), out.numpy())
         return out
-    return out.copy_(box_muller(philox4x32(counters(system_id, system_step, ptr, stream), seed)))
+    return out.copy_(
+        box_muller(philox4x32(counters(system_id, system_step, ptr, stream, out.shape[0]), seed))
+    )
 
 
-def counters(system_id: Tensor, system_step: Tensor, ptr: Tensor, stream: Stream) -> Int[Tensor, "N 4"]:
+def counters(
+    system_id: Tensor, system_step: Tensor, ptr: Tensor, stream: Stream, num_atoms: int
+) -> Int[Tensor, "N 4"]:
     """Counter of each atom, laid out as this module's docstring says."""
-    graph = torch.repeat_interleave(ptr.diff())
-    atom = torch.arange(graph.shape[0], device=ptr.device) - ptr[graph]
+    # With its size known the device need not be asked for it.
+    graph = torch.repeat_interleave(ptr.diff(), output_size=num_atoms)
+    atom = torch.arange(num_atoms, device=ptr.device) - ptr[graph]
     tail = (((system_id >> 32) << 8) | int(stream)) & _LOW
     return torch.stack([atom, (system_step & _LOW)[graph], (system_id & _LOW)[graph], tail[graph]], dim=-1)
 

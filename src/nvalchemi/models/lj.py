@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nvalchemi import _kernels
 from nvalchemi.data import Batch
 from nvalchemi.models.base import BaseModelMixin, ModelConfig
 from nvalchemi.models.derivatives import sum_per_graph
@@ -94,20 +95,22 @@ class LennardJonesModelWrapper(nn.Module, BaseModelMixin):
         self._type_of = torch.full((max(self.elements, default=0) + 1,), -1, dtype=torch.int32)
         self._type_of[list(self.elements)] = torch.arange(len(self.elements), dtype=torch.int32)
         self._constants: dict[torch.dtype, tuple[Any, Any]] = {}
+        self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._types: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._axes: tuple[weakref.ref[Tensor], int, Any] | None = None
 
     def extra_repr(self) -> str:
         """Parameters, for ``print(model)``."""
         return f"epsilon={self.epsilon}, sigma={self.sigma}, cutoff={self.cutoff}, switch_width={self.switch_width}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_types": None}  # weak references cannot be pickled
+        return {**super().__getstate__(), "_types": None, "_axes": None}  # weak references cannot be pickled
 
     def forward(self, data: Batch) -> dict[str, Tensor]:
         """Energy [B, 1] (eV), forces [N, 3] (eV/Å) and stress [B, 3, 3] (eV/Å³), as far as they are active."""
         positions = data.positions
-        on_cpu = positions.device.type == "cpu" and positions.dtype in (torch.float32, torch.float64)
-        if not on_cpu or self.model_config.gradient_keys:
+        compiled = _kernels.serve(positions) and positions.dtype in (torch.float32, torch.float64)
+        if not compiled or self.model_config.gradient_keys:
             return self.differentiate(self.energies, data)
         return self._compiled(data)
 
@@ -124,6 +127,8 @@ class LennardJonesModelWrapper(nn.Module, BaseModelMixin):
         forces, energy = np.empty_like(x), np.empty((graphs, 1), x.dtype)
         stress = np.empty((graphs if stressed else 0, 3, 3), x.dtype)
         table, cut = self._constants_in(dtype)
+        shifts: Tensor = inputs["neighbor_matrix_shifts"]
+        shifts_by_axis = shifts.transpose(1, 2).contiguous().numpy()
         self._kernel(stressed)(
             x,
             cell.numpy(),
@@ -131,7 +136,8 @@ class LennardJonesModelWrapper(nn.Module, BaseModelMixin):
             inputs["batch_idx"].numpy(),
             inputs["neighbor_matrix"].contiguous().numpy(),
             inputs["num_neighbors"].contiguous().numpy(),
-            inputs["neighbor_matrix_shifts"].transpose(1, 2).contiguous().numpy(),
+            shifts_by_axis,
+            self._shifted_axes(shifts, shifts_by_axis),
             self._types_of(data).numpy(),
             table,
             cut,
@@ -158,13 +164,24 @@ class LennardJonesModelWrapper(nn.Module, BaseModelMixin):
             self._constants[dtype] = (self._table.astype(of), constants(of, self.cutoff, self.switch_width))
         return self._constants[dtype]
 
+    def _shifted_axes(self, shifts: Tensor, by_axis: Any) -> Any:
+        """Code of each row of the list for the kernel, found once per list."""
+        version = _version(shifts)
+        if self._axes is not None and self._axes[0]() is shifts and self._axes[1] == version >= 0:
+            return self._axes[2]
+        from nvalchemi._kernels.lj import shifted_axes
+
+        axes = np.empty(len(by_axis), np.int8)
+        shifted_axes(by_axis, axes)
+        self._axes = (weakref.ref(shifts), version, axes)
+        return axes
+
     def _types_of(self, data: Batch) -> Tensor:
         """Row of each atom in the table of parameters [N]; empty when one set of parameters serves all."""
         numbers: Tensor = data.atomic_numbers
         if not self.elements:
             return _NO_TYPES
-        # Tensors made in inference mode have no version that would tell of a change; look them up each time.
-        version = -1 if numbers.is_inference() else numbers._version
+        version = _version(numbers)
         if self._types is not None and self._types[0]() is numbers and self._types[1] == version >= 0:
             return self._types[2]
         type_of = self._type_of.to(numbers.device)
@@ -186,6 +203,12 @@ class LennardJonesModelWrapper(nn.Module, BaseModelMixin):
         inputs["types"] = self._types_of(data)
         return inputs
 
+    def _table_on(self, like: Tensor) -> Tensor:
+        key = (like.dtype, like.device)
+        if key not in self._tables:  # the host waits for a copy, so that there is one only
+            self._tables[key] = torch.as_tensor(self._table, dtype=like.dtype, device=like.device)
+        return self._tables[key]
+
     def energies(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         """Energy of each graph, differentiable by positions and cell."""
         positions, matrix = inputs["positions"], inputs["neighbor_matrix"].long()
@@ -200,7 +223,7 @@ class LennardJonesModelWrapper(nn.Module, BaseModelMixin):
         # Where a pair does not count its distance is replaced first, so that no gradient of r = 0 arises. NaN counts.
         inside = listed & ~(r2 >= self.cutoff**2)
         r2 = torch.where(inside, r2, self.cutoff**2)
-        table = torch.as_tensor(self._table, dtype=positions.dtype, device=positions.device)
+        table = self._table_on(positions)
         types = (
             inputs["types"].long()
             if self.elements
@@ -220,6 +243,11 @@ class LennardJonesModelWrapper(nn.Module, BaseModelMixin):
 
 
 _NO_TYPES = torch.zeros(0, dtype=torch.int32)
+
+
+def _version(tensor: Tensor) -> int:
+    """Tells of changes in place; −1 for tensors made in inference mode, which have to be looked at each time."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _by_pair(name: str, parameter: Mapping[Any, float]) -> dict[tuple[int, int], float]:

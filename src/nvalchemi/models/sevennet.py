@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from nvalchemi._optional import import_extra
 from nvalchemi.data import Batch
 from nvalchemi.models.base import BaseModelMixin, ModelConfig, NeighborConfig
+from nvalchemi.models.convolution import Graph, TensorProductConvolution, is_convolution
 from nvalchemi.models.derivatives import check_elements, edges_within_cutoff, sum_per_graph
 
 
 class SevenNetWrapper(nn.Module, BaseModelMixin):
     """SevenNet on batches, from this package's neighbour list.
 
-    The layers of the published model up to the atomic energies are used as they are. Forces and stress are derivatives
+    The layers of the published model up to the atomic energies are used; on the CPU, outside training, with compiled
+    convolutions that are equal to its own (:mod:`nvalchemi.models.convolution`). Forces and stress are derivatives
     of the energy by positions and strain; SevenNet's own force output is left aside because it rounds edge vectors and
     sums in float32 and gives molecules a stress for a made-up volume of 0.001 Å³.
 
@@ -77,6 +79,7 @@ class SevenNetWrapper(nn.Module, BaseModelMixin):
             supports_pbc=True,
             neighbor_config=NeighborConfig(cutoff=float(self.model.cutoff)),
         )
+        self._convolutions = _compiled_convolutions(self.model)
         self._onehot, self._left_out = _layer_roles(self.model)
         self.to(device or next(self.model.parameters()).device, dtype).eval()
 
@@ -103,15 +106,32 @@ class SevenNetWrapper(nn.Module, BaseModelMixin):
         }
         if self.modal_index is not None:
             state["modal_type"] = inputs["batch_idx"].new_full((inputs["num_graphs"],), self.modal_index)
+        graph = self._fused_over(state["edge_index"], inputs["positions"])
         for name, layer in self.model.named_children():
             if name == until:
                 break
             if name in self._left_out:
                 continue
+            if graph is not None and name in self._convolutions:
+                weights = layer.weight_nn(state[layer.key_weight_input])
+                state[layer.key_x] = self._convolutions[name](
+                    state[layer.key_x],
+                    state[layer.key_filter],
+                    weights,
+                    graph,
+                    1.0 / float(layer.denominator),
+                )
+                continue
             state = layer(state)
             for key in self._onehot.get(name, ()):
                 state[key] = state[key].to(dtype)
         return state
+
+    def _fused_over(self, edge_index: Tensor, positions: Tensor) -> Graph | None:
+        """Edges for the compiled convolutions; ``None`` where SevenNet's own have to be used."""
+        if self.keeps_graph or positions.device.type != "cpu" or not self._convolutions:
+            return None
+        return Graph(source=edge_index[1], target=edge_index[0], num_atoms=positions.shape[0])
 
     @property
     def embedding_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -168,6 +188,17 @@ def _modal_index(model: Any, modal: str | None) -> int | None:
         if name.lower() == modal.lower():
             return index
     raise ValueError(f"unknown modal {modal!r}; this SevenNet model has {', '.join(known) or 'none'}")
+
+
+def _compiled_convolutions(model: nn.Module) -> dict[str, TensorProductConvolution]:
+    """The layers for which there is a compiled form, by name."""
+    from sevenn.nn.convolution import IrrepsConvolution
+
+    return {
+        name: TensorProductConvolution(layer.convolution)
+        for name, layer in model.named_children()
+        if type(layer) is IrrepsConvolution and is_convolution(layer.convolution)
+    }
 
 
 def _layer_roles(model: nn.Module) -> tuple[dict[str, tuple[str, ...]], frozenset[str]]:

@@ -50,7 +50,7 @@ class EnergyDriftMonitorHook:
     threshold : float
         Largest drift allowed: eV per atom and step, or eV.
     metric : {"per_atom_per_step", "absolute"}, default "per_atom_per_step"
-        |E − E₀| divided by atoms and by steps since the reference, or |E − E₀| itself.
+        ``|E − E₀|`` divided by atoms and by steps since the reference, or ``|E − E₀|`` itself.
     action : {"warn", "raise"}, default "warn"
         ``UserWarning`` once for each structure, or ``RuntimeError``.
     frequency : int, default 1

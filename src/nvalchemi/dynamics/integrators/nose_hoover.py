@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvalchemi import units
+from nvalchemi import _kernels, units
 from nvalchemi.data import Batch, Field, register_field
 from nvalchemi.dynamics.base import ConvergenceHook
 from nvalchemi.dynamics.integrators.nve import NVE
@@ -104,7 +104,7 @@ class NoseHooverChains:
             Factors for the velocities that each chain is coupled to.
         """
         eta, v = batch.thermostat_positions.double(), batch.thermostat_velocities.double()
-        if batch.device.type == "cpu":
+        if _kernels.serve(eta):
             eta, v, scale = self._compiled(eta, v, kinetic, dof, kT, time, dt, active)
         else:
             eta, v, scale = self._propagated(eta, v, kinetic, dof, kT, time, dt)

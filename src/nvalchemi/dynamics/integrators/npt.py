@@ -337,7 +337,7 @@ def linear_flow(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def _act(matrices: Tensor, vectors: Tensor, batch: Batch) -> Tensor:
     """Each graph's symmetric matrix [B, 3, 3] times each of its atoms' vectors [N, 3]."""
     per_atom = matrices.to(vectors.dtype)[batch.batch_idx]
-    return (per_atom * vectors.unsqueeze(-2)).sum(-1)
+    return torch.bmm(per_atom, vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def _trace(matrices: Tensor) -> Tensor:

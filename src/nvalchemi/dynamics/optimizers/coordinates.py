@@ -21,7 +21,8 @@ class Vector:
 
     def dot(self, other: "Vector", ptr: Tensor) -> Tensor:
         """Scalar product of each graph's part, ``[B]``."""
-        product = sum_per_graph((self.atoms * other.atoms).sum(-1), ptr)
+        # Over atoms first: torch is slow at sums of three numbers for each of many atoms.
+        product = sum_per_graph(self.atoms * other.atoms, ptr).sum(-1)
         if self.cell is not None and other.cell is not None:
             product = product + (self.cell * other.cell).sum((-2, -1))
         return product

@@ -38,7 +38,7 @@ class FIRE(Minimiser):
     The algorithm is that of ASE's ``FIRE``, step for step, with all quantities per structure: with power P
     = F·v
 
-    * P > 0: v ← (1 − α) v + α |v| F/|F|; after ``n_min`` such steps in a row Δt ← min(``f_inc`` Δt,
+    * P > 0: ``v ← (1 − α) v + α |v| F/|F|``; after ``n_min`` such steps in a row Δt ← min(``f_inc`` Δt,
       ``dt_max``), α ← ``f_alpha`` α;
     * otherwise v ← 0, Δt ← ``f_dec`` Δt, α ← ``alpha_start``;
     * then v ← v + Δt F, and a move by Δt v whose norm over the structure is at most ``max_step``.

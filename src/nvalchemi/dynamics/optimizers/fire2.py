@@ -25,7 +25,7 @@ class FIRE2(FIRE):
 
     * P > 0: after ``n_min`` such steps in a row Δt ← min(``f_inc`` Δt, ``dt_max``), α ← ``f_alpha`` α;
     * otherwise Δt ← max(``f_dec`` Δt, ``dt_min``), α ← ``alpha_start``, x ← x − Δt v / 2, v ← 0;
-    * then v ← v + Δt F, v ← (1 − α) v + α |v| F/|F|, and a move by Δt v of at most ``max_step``.
+    * then v ← v + Δt F, ``v ← (1 − α) v + α |v| F/|F|``, and a move by Δt v of at most ``max_step``.
 
     As in the paper there is one evaluation of the forces per step. ASE's ``FIRE2`` makes a second one after the
     half step back, so that the paths agree only while no structure goes uphill.

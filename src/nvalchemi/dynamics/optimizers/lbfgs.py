@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvalchemi import _kernels
 from nvalchemi.data import Batch, Field, register_field
 from nvalchemi.dynamics.base import ConvergenceHook
 from nvalchemi.dynamics.optimizers.coordinates import Coordinates, Vector
@@ -119,7 +120,7 @@ class LBFGS(Minimiser):
         ptr, graph = batch.batch_ptr, batch.batch_idx
         s, y = batch.lbfgs_last[:, 0], batch.lbfgs_last[:, 1] - force.atoms
         cell_pair = None
-        curvature = sum_per_graph((s * y).sum(-1), ptr)
+        curvature = sum_per_graph(s * y, ptr).sum(-1)
         if force.cell is not None:
             cell_s, cell_y = batch.lbfgs_cell_last[:, 0], batch.lbfgs_cell_last[:, 1] - force.cell.flatten(1)
             cell_pair = torch.stack([cell_s, cell_y], 1)
@@ -142,7 +143,9 @@ class LBFGS(Minimiser):
         _put(products[:, 1:], column[:, 1:], slot, accepted)
 
     def _slots_used(self, batch: Batch) -> int:
-        """Slots that any history fills, so that the work grows with it."""
+        """Slots that any history fills, so that the work grows with it; all of them where finding out takes a wait."""
+        if not _kernels.serve(batch.lbfgs_pairs):
+            return self.memory
         return min(self.memory, max(1, int(batch.lbfgs_pairs.max())))
 
     def _downhill(self, batch: Batch, force: Vector) -> Vector:
