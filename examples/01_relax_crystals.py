@@ -3,12 +3,13 @@
 Twelve crystals in their experimental structure go into one batch; FIRE relaxes atoms and cells to the minimum
 of the potential 7net-0, each crystal as if it were alone. The lattice constants are compared with the
 measured ones that the file carries. Rock salt is then run at 300 K. Results: relaxed.extxyz, relax.csv,
-md.extxyz, md.csv.
+md.extxyz, md.csv and picture.png, the errors of the lattice constants.
 """
 
 import argparse
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 
 from nvalchemi.data import AtomicData, Batch, read, write
@@ -33,6 +34,7 @@ def relax(crystals: list[AtomicData], model: BaseModelMixin, output: Path) -> Ba
     )
     print(f"relaxing {len(crystals)} crystals and their cells: about a minute", flush=True)
     minimiser.run(batch, n_steps=300)
+    batch.remove_key("velocities")  # zero at a minimum; a file would carry them as columns of momenta
     write(output / "relaxed.extxyz", batch)
     return batch
 
@@ -51,6 +53,19 @@ def print_lattice_constants(crystals: list[AtomicData], batch: Batch) -> None:
                 length = batch.cell[k, axis].norm().item()
                 line += f"{length:>9.4f}{measured:>8.3f}{100 * (length / measured - 1):>+7.2f}"
         print(line)
+
+
+def draw(crystals: list[AtomicData], batch: Batch, output: Path) -> None:
+    """By how much the lattice constant a differs from the measured one."""
+    lengths = batch.cell[:, 0].norm(dim=1).tolist()
+    errors = [100 * (a / crystal.info["a_exp"] - 1) for a, crystal in zip(lengths, crystals, strict=True)]
+    plt.figure(figsize=(6, 3.2))
+    plt.bar([crystal.info["name"] for crystal in crystals], errors)
+    plt.axhline(0, color="black", linewidth=0.8)
+    plt.ylabel("error of a / %")
+    plt.xticks(rotation=45, ha="right")
+    plt.tight_layout()
+    plt.savefig(output / "picture.png", dpi=80)
 
 
 def heat(crystal: AtomicData, model: BaseModelMixin, output: Path) -> None:
@@ -78,10 +93,11 @@ def main() -> None:
     model = load_model("7net-0")
     batch = relax(crystals, model, output)
     print_lattice_constants(crystals, batch)
+    draw(crystals, batch, output)
 
     names = [crystal.info["name"] for crystal in crystals]
     heat(batch[names.index("NaCl-rocksalt")], model, output)
-    print(f"relaxed.extxyz, relax.csv, md.extxyz and md.csv are in {output}/")
+    print(f"relaxed.extxyz, relax.csv, md.extxyz, md.csv and picture.png are in {output}/")
 
 
 if __name__ == "__main__":

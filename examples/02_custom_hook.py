@@ -4,12 +4,17 @@ A hook is any object with a frequency, a stage and a call. This one reads the ba
 the engine gives it the structures, all at once, and the number of the step.
 """
 
+from pathlib import Path
+
+import matplotlib.pyplot as plt
 import torch
 
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.dynamics import NVE, DynamicsStage
 from nvalchemi.hooks import DynamicsContext
 from nvalchemi.models.lj import LennardJonesModelWrapper
+
+OUTPUT = Path("examples/output/02")
 
 
 class BondLengthHook:
@@ -48,6 +53,15 @@ def main() -> None:
     for dimer, shortest, longest in zip(dimers, lengths.amin(dim=0), lengths.amax(dim=0), strict=True):
         start = (dimer.positions[1] - dimer.positions[0]).norm()
         print(f"{start:7.3f}  {shortest:10.3f}  {longest:9.3f}")
+
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    plt.figure(figsize=(6, 3))
+    plt.plot(0.01 * torch.tensor(bonds.steps), lengths)
+    plt.xlabel("time / ps")
+    plt.ylabel("Ar–Ar / Å")
+    plt.tight_layout()
+    plt.savefig(OUTPUT / "picture.png", dpi=80)
+    print(f"the bonds over time: {OUTPUT}/picture.png")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ are told their stage when they are registered.
 """
 
 from enum import Enum
+from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 from ase.build import bulk
 
@@ -23,6 +25,8 @@ from nvalchemi.hooks import (
     WrapPeriodicHook,
 )
 from nvalchemi.models.lj import LennardJonesModelWrapper
+
+OUTPUT = Path("examples/output/03")
 
 
 class MonteCarloStage(Enum):
@@ -77,6 +81,18 @@ class MonteCarlo(HookRegistryMixin):
         self._call_hooks(MonteCarloStage.AFTER_COMPUTE, batch)
 
 
+class EnergyHook:
+    """Keep the energy per atom of every structure after each step, [B], in eV."""
+
+    frequency, stage = 1, MonteCarloStage.DONE
+
+    def __init__(self) -> None:
+        self.energies: list[torch.Tensor] = []
+
+    def __call__(self, ctx, stage) -> None:
+        self.energies.append(ctx.batch.energy[:, 0] / ctx.batch.num_nodes_per_graph)
+
+
 def main() -> None:
     structures = [
         AtomicData.from_atoms(bulk("Ar", "fcc", a, cubic=True).repeat(2), dtype=torch.float64)
@@ -99,10 +115,12 @@ def main() -> None:
     engine = MonteCarlo(model, temperature=40.0, max_move=0.03)
     timing = StageTimingHook()
     neighbors = NeighborListHook(model.model_config.neighbor_config, skin=1.0)
+    energies = EnergyHook()
     engine.register_hook(timing)
     engine.register_hook(WrapPeriodicHook(), stage=MonteCarloStage.PROPOSE)
     engine.register_hook(neighbors)
     engine.register_hook(BiasedPotentialHook(hold_first_atom))
+    engine.register_hook(energies)
     print(engine.describe_hooks())
     engine.run(batch, n_steps=1000)
 
@@ -116,6 +134,16 @@ def main() -> None:
     print("\nmean time in ms")
     for interval, row in timing.summary().items():
         print(f"{interval:32s} {1e3 * row['mean']:.3f}")
+
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    plt.figure(figsize=(6, 3))
+    plt.plot(1e3 * torch.stack(energies.energies), linewidth=0.8)
+    plt.legend(["a = 5.3 Å", "a = 5.4 Å", "a = 5.5 Å"])
+    plt.xlabel("Monte Carlo step")
+    plt.ylabel("energy / meV per atom")
+    plt.tight_layout()
+    plt.savefig(OUTPUT / "picture.png", dpi=80)
+    print(f"\nthe energies over the run: {OUTPUT}/picture.png")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ distance is the potential itself. It is printed beside the result.
 """
 
 import math
+from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 
 from nvalchemi import units
@@ -23,6 +25,7 @@ from nvalchemi.models.lj import LennardJonesModelWrapper
 EPSILON, SIGMA = 0.0104, 3.40  # argon, eV and Å
 TEMPERATURE = 60.0  # K
 SPRING = 1.0  # eV/Å²
+OUTPUT = Path("examples/output/04")
 
 
 class DistanceHook:
@@ -88,6 +91,17 @@ def main() -> None:
         print(f"{r:5.3f}  {ours:8.2f}  {reference:9.2f}")
     error = 1e3 * math.sqrt((profile - exact).square().mean())
     print(f"root mean square error {error:.2f} meV; kT is {1e3 * units.kB * TEMPERATURE:.2f} meV")
+
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    plt.figure(figsize=(6, 3))
+    plt.plot(mean, 1e3 * exact, label="exact")
+    plt.plot(mean, 1e3 * profile, "o", label="umbrella integration")
+    plt.xlabel("distance / Å")
+    plt.ylabel("free energy / meV")
+    plt.legend()
+    plt.tight_layout()
+    plt.savefig(OUTPUT / "picture.png", dpi=80)
+    print(f"both profiles: {OUTPUT}/picture.png")
 
 
 if __name__ == "__main__":

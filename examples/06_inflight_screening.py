@@ -6,7 +6,9 @@ as ``system_id`` and with the result that it has alone.
 """
 
 import time
+from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from ase import Atoms
@@ -16,6 +18,8 @@ from nvalchemi.dynamics import FIRE, ConvergenceHook, SizeAwareSampler
 from nvalchemi.dynamics.hooks import SafetyHook
 from nvalchemi.dynamics.sinks import HostMemory
 from nvalchemi.models.lj import LennardJonesModelWrapper
+
+OUTPUT = Path("examples/output/06")
 
 
 def cluster(seed):
@@ -65,3 +69,20 @@ print(
     f"most stable: structure {int(done.system_id[best])}, {int(done.num_nodes_per_graph[best])} atoms, "
     f"{float(per_atom[best]):.4f} eV/atom after {int(done.system_step[best])} steps"
 )
+
+sizes = done.num_nodes_per_graph.tolist()
+lowest = {
+    n: min(float(e) for e, size in zip(per_atom, sizes, strict=True) if size == n) for n in sorted(set(sizes))
+}
+OUTPUT.mkdir(parents=True, exist_ok=True)
+plt.figure(figsize=(6, 3))
+plt.plot(sizes, 1e3 * per_atom, ".", label="relaxed cluster")
+plt.plot(
+    list(lowest), [1e3 * energy for energy in lowest.values()], "_", markersize=18, label="lowest of its size"
+)
+plt.xlabel("atoms")
+plt.ylabel("energy / meV per atom")
+plt.legend()
+plt.tight_layout()
+plt.savefig(OUTPUT / "picture.png", dpi=80)
+print(f"all of them: {OUTPUT}/picture.png")

@@ -5,13 +5,15 @@ The program below starts itself three times as a child: once without a disturban
 ``run(..., restart=file, save_every=n)``.
 """
 
+import csv
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 from ase.build import bulk
 
@@ -21,6 +23,8 @@ from nvalchemi.dynamics.hooks import LoggingHook, SnapshotHook
 from nvalchemi.dynamics.sinks import ExtxyzTrajectory
 from nvalchemi.hooks import DynamicsContext
 from nvalchemi.models.lj import LennardJonesModelWrapper
+
+OUTPUT = Path("examples/output/07")
 
 
 class KillHook:
@@ -68,18 +72,35 @@ def start(folder: Path, kill_at: int = -1) -> None:
     print(f"{folder.name:8s} exit code {child.returncode:3d}, {rows} rows in the log")
 
 
+def temperatures(log: Path) -> tuple[list[float], list[float]]:
+    """Times in ps and temperatures in K of the first crystal."""
+    with log.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["system_id"] == "0"]
+    return [float(row["time"]) / 1000 for row in rows], [float(row["temperature"]) for row in rows]
+
+
 def main() -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        whole, killed = Path(directory, "whole"), Path(directory, "killed")
-        whole.mkdir()
-        killed.mkdir()
-        start(whole)
-        start(killed, kill_at=137)
-        start(killed)
-        ends = [torch.load(folder / "positions.pt", weights_only=True) for folder in (whole, killed)]
-        print("same positions to the bit:", torch.equal(*ends))
-        for name in ("md.csv", "md.extxyz"):
-            print(f"same {name}:", (whole / name).read_bytes() == (killed / name).read_bytes())
+    shutil.rmtree(OUTPUT, ignore_errors=True)
+    whole, killed = OUTPUT / "whole", OUTPUT / "killed"
+    whole.mkdir(parents=True)
+    killed.mkdir()
+    plt.figure(figsize=(6, 3))
+    start(whole)
+    plt.plot(*temperatures(whole / "md.csv"), linewidth=4, color="lightgray", label="undisturbed")
+    start(killed, kill_at=137)
+    plt.axvline(0.004 * 137, color="red", linestyle=":", label="kill -9")
+    start(killed)
+    plt.plot(*temperatures(killed / "md.csv"), color="black", linewidth=1, label="killed and started again")
+    ends = [torch.load(folder / "positions.pt", weights_only=True) for folder in (whole, killed)]
+    print("same positions to the bit:", torch.equal(*ends))
+    for name in ("md.csv", "md.extxyz"):
+        print(f"same {name}:", (whole / name).read_bytes() == (killed / name).read_bytes())
+    plt.xlabel("time / ps")
+    plt.ylabel("temperature / K")
+    plt.legend()
+    plt.tight_layout()
+    plt.savefig(OUTPUT / "picture.png", dpi=80)
+    print(f"the temperatures of both runs: {OUTPUT}/picture.png")
 
 
 if __name__ == "__main__":

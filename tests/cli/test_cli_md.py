@@ -211,5 +211,5 @@ def test_element_that_the_potential_does_not_know_leaves_old_files_alone(command
         "--log", "md.csv", "--traj", "md.extxyz", "-o", "out.extxyz",
     )  # fmt: skip
     assert result.code == 2
-    assert "atomic number 36 in graph 1" in result.err
+    assert "atomic number 36 in Kr4 (in.extxyz, frame 1)" in result.err
     assert [(tmp_path / name).read_text() for name in ("md.csv", "md.extxyz", "out.extxyz")] == ["mine"] * 3

@@ -10,6 +10,8 @@ from ase import Atoms
 from ase.build import bulk, molecule
 from ase.constraints import FixBondLength
 
+from nvalchemi.dynamics import BaseDynamics
+
 
 def relax(command, *arguments):
     return command("relax", *arguments, "--model", "lj-argon")
@@ -118,25 +120,15 @@ def test_log_has_a_row_per_structure_and_step(command, crystals):
     assert [line.split(",")[0] for line in lines[1:]] == list("00112233")
 
 
-def test_show_hooks_prints_the_table_of_hooks(command, crystals):
-    result = relax(command, crystals, "-o", "out.extxyz", "--quiet", "--show-hooks")
-    assert "AFTER_STEP" in result.out
-    assert "InterruptHook" in result.out
-
-
 def test_interrupt_writes_what_there_is(command, crystals, monkeypatch):
-    from nvalchemi.models.lj import LennardJonesModelWrapper
+    compute = BaseDynamics.compute
 
-    calls = []
-    forward = LennardJonesModelWrapper.forward
-
-    def interrupted_forward(self, data):
-        calls.append(1)
-        if len(calls) == 5:
+    def interrupted_compute(self, batch):
+        if self.step_count == 4:
             os.kill(os.getpid(), signal.SIGINT)
-        return forward(self, data)
+        compute(self, batch)
 
-    monkeypatch.setattr(LennardJonesModelWrapper, "forward", interrupted_forward)
+    monkeypatch.setattr(BaseDynamics, "compute", interrupted_compute)
     result = relax(command, crystals, "--fmax", 1e-9, "-o", "out.extxyz", "--log", "log.csv")
     assert result.code == 130
     assert "interrupted" in result.err

@@ -1,10 +1,13 @@
 """The same command again resumes a run that was stopped."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from nvalchemi.models.lj import LennardJonesModelWrapper
+from nvalchemi.dynamics import BaseDynamics
+from nvalchemi.dynamics.restart import read_state
 
 FILES = ("log.csv", "traj.extxyz", "end.extxyz")
 
@@ -31,53 +34,83 @@ def arguments(kind, crystals, steps):
     )
 
 
-def stop_after(monkeypatch, calls, error):
-    """Have the potential fail at its ``calls``-th evaluation."""
-    forward, count = LennardJonesModelWrapper.forward, []
+def at_step(monkeypatch, step, act):
+    """Have ``act`` called once, just before the forces of that step (the first is 1) are computed."""
+    compute, left = BaseDynamics.compute, [act]
 
-    def failing(self, data):
-        count.append(1)
-        if len(count) == calls:
-            raise error
-        return forward(self, data)
+    def acting(self, batch):
+        if left and self.step_count == step - 1:
+            left.pop()()
+        compute(self, batch)
 
-    monkeypatch.setattr(LennardJonesModelWrapper, "forward", failing)
+    monkeypatch.setattr(BaseDynamics, "compute", acting)
+
+
+def fail():
+    raise RuntimeError("out of memory")
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("kind", ["md", "relax"])
-@pytest.mark.parametrize(
-    "error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "ctrl-c"]
-)
-def test_stopped_run_is_gone_on_with(command, crystals, kind, error):
-    assert command(*arguments(kind, crystals, 60)).code == 0
+@pytest.mark.parametrize(("act", "code"), [(fail, 1), (ctrl_c, 130), (terminate, 143)])
+def test_stopped_run_is_gone_on_with(command, crystals, kind, act, code):
+    done = command(*arguments(kind, crystals, 30)).code
     files = [name for name in FILES if Path(name).exists()]
     whole = {name: Path(name).read_text() for name in files}
     for path in (*files, "run.ckpt", "run.ckpt.previous"):
         Path(path).unlink()
 
     with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, 38, error)
-        stopped = command(*arguments(kind, crystals, 60))
-    assert stopped.code != 0
+        at_step(patch, 17, act)
+        assert command(*arguments(kind, crystals, 30)).code == code
     assert {name: Path(name).read_text() for name in files if Path(name).exists()} != whole
-    resumed = command(*arguments(kind, crystals, 60))
-    assert resumed.code == 0, resumed.err
+    resumed = command(*arguments(kind, crystals, 30))
+    assert resumed.code == done, resumed.err
     assert {name: Path(name).read_text() for name in files} == whole
 
 
+@pytest.mark.parametrize(("act", "code"), [(ctrl_c, 130), (terminate, 143)])
+def test_signal_ends_the_run_behind_the_step_with_its_state_saved(command, crystals, act, code):
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 17, act)
+        stopped = command(*arguments("md", crystals, 30))
+    assert stopped.code == code
+    assert "interrupted after 17 steps" in stopped.err
+    assert "the same command goes on from there (run.ckpt)" in stopped.err
+    assert read_state(Path("run.ckpt"))["steps"] == 17
+    assert Path("end.extxyz").exists()
+    assert [row.split(",")[0] for row in Path("log.csv").read_text().splitlines()[-2:]] == ["15", "15"]
+
+
+def test_handlers_are_as_they_were_after_a_command(command, crystals, monkeypatch):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    at_step(monkeypatch, 5, ctrl_c)
+    assert command(*arguments("md", crystals, 10)).code == 130
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_signal_before_the_first_step_writes_no_results(command, crystals, monkeypatch):
+    at_step(monkeypatch, 1, ctrl_c)  # at the first forces, before there is a step
+    stopped = command(*arguments("md", crystals, 10))
+    assert stopped.code == 130
+    assert "before the first step" in stopped.err
+    assert not Path("log.csv").exists()
+
+
 def test_mean_temperature_is_that_of_the_whole_run(command, crystals):
-    table = command(*arguments("md", crystals, 60)).out
+    table = command(*arguments("md", crystals, 30)).out
     for path in Path().iterdir():
-        if path != crystals and path.name != crystals.name:
+        if path.is_file() and path.name != crystals.name:
             path.unlink()
-    assert command(*arguments("md", crystals, 40)).code == 0
-    assert command(*arguments("md", crystals, 60)).out == table
-
-
-def test_interruption_says_how_to_go_on(command, crystals, monkeypatch):
-    stop_after(monkeypatch, 20, KeyboardInterrupt())
-    stopped = command(*arguments("md", crystals, 60))
-    assert "the same command goes on from the last state in run.ckpt" in stopped.err
+    assert command(*arguments("md", crystals, 20)).code == 0
+    assert command(*arguments("md", crystals, 30)).out == table
 
 
 def test_state_of_other_structures_is_one_line(command, crystals, tmp_path):

@@ -2,11 +2,15 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import ase.io
+import numpy as np
 import pytest
+from ase.calculators.singlepoint import SinglePointCalculator
 
 COMMAND = str(Path(sys.executable).with_name("nvalchemi"))
 
@@ -36,6 +40,23 @@ def test_progress_is_shown_in_a_terminal_and_ctrl_c_leaves_results(crystals):
     assert code == 130, screen
     assert "interrupted after" in screen
     assert Path("end.extxyz").stat().st_size > 0
+
+
+def test_lines_of_a_training_stand_above_the_bar(crystals):
+    frames = [atoms for atoms in ase.io.read(crystals, ":") for _ in range(5)]
+    for atoms in frames:
+        atoms.calc = SinglePointCalculator(atoms, energy=-0.3, forces=np.zeros((len(atoms), 3)))
+    ase.io.write("labelled.extxyz", frames)
+    Path("config.yaml").write_text(
+        "data: {train: labelled.extxyz}\nmodel: {name: painn, hidden_dim: 4, cutoff: 4}\n"
+        "training: {epochs: 3}\noutput: {directory: run}\n"
+    )
+    code, screen = run_in_terminal("train", "config.yaml")
+    assert code == 0, screen
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", screen).replace("\n", "\r").split("\r")
+    assert [line.split(":")[0] for line in lines if "validation 0" in line or "MAE energy" in line] == [
+        f"epoch {k}" for k in (1, 2, 3)
+    ]
 
 
 def test_quiet_shows_no_progress_in_a_terminal(crystals):

@@ -3,7 +3,9 @@
 Nothing is imported until a command runs, so that help and shell completion answer at once.
 """
 
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -16,6 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ----------
     arguments : sequence of str, optional
         What follows the name of the command; default ``sys.argv[1:]``.
+
+    Notes
+    -----
+    Mistakes end in one line on standard error. With the environment variable ``NVALCHEMI_DEBUG`` set, they end in a
+    traceback.
     """
     try:
         from nvalchemi.cli.app import app
@@ -25,8 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"nvalchemi: the command line needs {error.name}: pip install 'nvalchemi[cli]'")
     from nvalchemi.cli.errors import CommandError
 
+    before, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         app(args=None if arguments is None else list(arguments), prog_name="nvalchemi")
     except CommandError as error:
+        if os.environ.get("NVALCHEMI_DEBUG"):
+            raise
         print(f"nvalchemi: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    finally:
+        warnings.formatwarning = before
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Words of a warning, without the place in the code that gave it."""
+    return f"nvalchemi: warning: {message}\n"

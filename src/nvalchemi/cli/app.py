@@ -5,16 +5,20 @@ from typing import Annotated
 import typer
 
 from nvalchemi import __version__
+from nvalchemi.cli.evaluate import evaluate
 from nvalchemi.cli.files import check, convert, info
+from nvalchemi.cli.init import app as init
 from nvalchemi.cli.md import md
 from nvalchemi.cli.models import models
+from nvalchemi.cli.option_file import command_with_config
 from nvalchemi.cli.relax import relax
+from nvalchemi.cli.train import train
 
 app = typer.Typer(
     help="Batched atomistic simulation with machine-learned interatomic potentials.",
     epilog=(
         "Exit codes: 0 done; 1 the run failed or did not converge; 2 wrong options or input, nothing written; "
-        "130 interrupted."
+        "130 and 143 stopped by Ctrl-C or SIGTERM, with everything saved."
     ),
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -37,5 +41,9 @@ def _root(  # pyright: ignore[reportUnusedFunction]
 ) -> None: ...
 
 
-for command in (relax, md, info, check, convert, models):
+for command in (relax, md):
+    app.command(cls=command_with_config(command))(command)
+for command in (train, info, check, convert, models):
     app.command()(command)
+app.command("eval")(evaluate)
+app.add_typer(init, name="init")

@@ -20,6 +20,6 @@ class RunError(CommandError):
 
 
 class InterruptError(CommandError):
-    """The user stopped the run; what there was is written."""
+    """A signal stopped the run; what there was is written."""
 
-    exit_code = 130
+    exit_code = 130  # 128 + SIGINT

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nvalchemi import units
 from nvalchemi.cli import options
 
 if TYPE_CHECKING:
@@ -45,12 +44,16 @@ def md(
     ] = None,
     traj_every: Annotated[int, typer.Option(min=1, help="Steps between its frames.")] = 10,
     log: options.Log = None,
-    log_every: Annotated[int, typer.Option(min=1, help="Steps between rows of the log.")] = 10,
+    log_every: Annotated[
+        int, typer.Option(min=1, help="Steps between rows of the log, and of the report.")
+    ] = 10,
+    report: options.Report = None,
     device: options.Device = "auto",
     threads: options.Threads = None,
     restart: options.Restart = None,
     save_every: options.SaveEvery = 100,
     overwrite: options.Overwrite = False,
+    config: options.Config = None,
     quiet: options.Quiet = False,
     show_hooks: options.ShowHooks = False,
 ) -> None:
@@ -61,14 +64,13 @@ def md(
     from nvalchemi.cli import output as outputs
     from nvalchemi.cli import session
     from nvalchemi.cli import structures as inputs
-    from nvalchemi.cli.errors import InputError, InterruptError
+    from nvalchemi.cli.ensemble import Ensemble
+    from nvalchemi.cli.interrupt import interrupted
     from nvalchemi.cli.statistics import RunStatistics
-    from nvalchemi.dynamics import NPT, NVE, NVTLangevin
 
-    if ensemble != "nve" and temperature is None:
-        raise InputError(f"--ensemble {ensemble} needs --temperature")
+    sampled = Ensemble(ensemble, temperature, dt, friction, pressure, thermostat_time, barostat_time, seed)
     outputs.check_outputs(
-        {"--output": output, "--traj": traj, "--log": log, "--restart": restart},
+        {"--output": output, "--traj": traj, "--log": log, "--report": report, "--restart": restart},
         files,
         overwrite=overwrite,
         continued=outputs.continued_outputs(restart),
@@ -83,53 +85,33 @@ def md(
     where = session.choose_device(device)
     potential = session.load(model, where)
     batch = inputs.make_batch(structures, potential, where, keep_velocities=True)
+    sampled.set_velocities(batch)
     statistics = RunStatistics(log_every)
     hooks = [
         *session.log_hooks(log, frequency=log_every),
         *session.trajectory_hooks(traj, frequency=traj_every),
+        *session.report_hooks(report, structures, frequency=log_every),
         statistics,
-        *session.terminal_hooks(
+        *session.progress_hooks(
             steps, lambda ctx: f"{statistics.mean_temperature.mean():.0f} K", quiet=quiet
         ),
     ]
-    try:
-        _set_velocities(batch, temperature, seed)
-        common: dict[str, Any] = {"hooks": hooks, "max_edges_per_eval": "auto"}
-        if ensemble == "nve" or temperature is None:
-            dynamics: BaseDynamics = NVE(potential, dt, **common)
-        elif ensemble == "nvt":
-            dynamics = NVTLangevin(potential, dt, temperature, friction, random_seed=seed, **common)
-        else:
-            applied = pressure * units.GPa
-            dynamics = NPT(potential, dt, temperature, applied, barostat_time, thermostat_time, **common)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    dynamics = sampled.engine(potential, hooks)
     if show_hooks:
         typer.echo(dynamics.describe_hooks())
-
-    interrupted = session.run(dynamics, structures, batch, steps, restart=restart, save_every=save_every)
-
+        return
+    received = session.run(dynamics, structures, batch, steps, restart=restart, save_every=save_every)
     if output is not None:
         session.save(output, inputs.with_results(structures, batch, velocities=True))
     if not quiet:
         _print_results(structures, batch, dynamics, statistics)
-    if interrupted:
-        raise InterruptError(
+    if received is not None:
+        raise interrupted(
+            received,
             f"interrupted after {int(batch.system_step.max())} steps; the files have what was done until then"
-            + session.how_to_resume(restart)
+            + session.how_to_resume(restart),
         )
     session.check_finite(structures, batch)
-
-
-def _set_velocities(batch: "Batch", temperature: float | None, seed: int) -> None:
-    """Draw velocities unless the files had them."""
-    from nvalchemi.dynamics import initialize_velocities
-
-    if "velocities" in batch:
-        return
-    if temperature is None:
-        raise ValueError("not every structure has velocities: --temperature says at which to draw them")
-    initialize_velocities(batch, temperature, random_seed=seed)
 
 
 def _print_results(

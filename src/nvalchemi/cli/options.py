@@ -8,13 +8,32 @@ import typer
 Files = Annotated[
     list[Path], typer.Argument(help="Structures, in any format that ASE reads.", show_default=False)
 ]
-Model = Annotated[str, typer.Option(help="Potential; `nvalchemi models` lists them.", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="Potential: a name that `nvalchemi models` lists, a model file, or the directory of a training.",
+        show_default=False,
+    ),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU where there is one.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads.  [default: torch's]", show_default=False)
 ]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help="Take options from this YAML file, as `nvalchemi init` writes it; those on the command line win.",
+        show_default=False,
+    ),
+]
 Log = Annotated[
     Path | None, typer.Option(help="Write a log: .csv, or .jsonl for JSON lines.", show_default=False)
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write a page (.html) with curves, tables and settings, also while it runs.", show_default=False
+    ),
 ]
 Restart = Annotated[
     Path | None,
@@ -27,7 +46,9 @@ Restart = Annotated[
 SaveEvery = Annotated[int, typer.Option(min=1, help="Steps between saves of the state.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")]
-ShowHooks = Annotated[bool, typer.Option("--show-hooks", help="Print which hook fires where, and go on.")]
+ShowHooks = Annotated[
+    bool, typer.Option("--show-hooks", help="Print which hook fires at which stage and exit.")
+]
 
 Ensemble = Literal["nve", "nvt", "npt"]
 Optimizer = Literal["fire", "fire2", "lbfgs"]

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
-from nvalchemi.cli.errors import InputError
+from nvalchemi.cli.errors import InputError, RunError
 from nvalchemi.data.io import output_format
 
 
@@ -54,7 +54,7 @@ def continued_outputs(restart: Path | None) -> Collection[str]:
 
     if restart is None or not RestartFile(restart, 1).exists():
         return ()
-    return ("--restart", "--log", "--traj", "--output")
+    return ("--restart", "--log", "--traj", "--report", "--output")
 
 
 def check_structure_file(option: str, file: Path, count: int) -> None:
@@ -87,3 +87,13 @@ def log_backend(file: Path) -> Literal["csv", "jsonl"]:
         case ".jsonl":
             return "jsonl"
     raise InputError(f"--log {file}: the suffix must be .csv or .jsonl")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all; :class:`RunError` says why that failed."""
+    unfinished = file.with_name(f".{file.name}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, file)
+    except OSError as error:
+        raise RunError(f"{file} could not be written: {error}") from error

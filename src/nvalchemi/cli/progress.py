@@ -1,10 +1,8 @@
-"""What a run shows while it goes on, and how it is stopped."""
+"""What a run shows while it goes on."""
 
-import signal
 import time
 from collections.abc import Callable
 from enum import Enum
-from types import FrameType
 from typing import Self
 
 from rich.console import Console
@@ -71,33 +69,3 @@ class ProgressHook:
 
     def __exit__(self, *exc: object) -> None:
         self._progress.stop()
-
-
-class InterruptHook:
-    """End the run on Ctrl-C, but behind the step being made: positions, forces and logs then belong together.
-
-    A second Ctrl-C ends it at once.
-    """
-
-    frequency = 1
-    stage: Enum | None = DynamicsStage.AFTER_STEP
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def __enter__(self) -> Self:
-        self._previous = signal.signal(signal.SIGINT, self._ask)
-        return self
-
-    def _ask(self, signum: int, frame: FrameType | None) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-
-    def __call__(self, ctx: HookContext, stage: Enum) -> None:
-        """End the run if that was asked for."""
-        if self._asked:
-            raise KeyboardInterrupt
-
-    def __exit__(self, *exc: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)

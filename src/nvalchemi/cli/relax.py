@@ -29,9 +29,11 @@ def relax(
     device: options.Device = "auto",
     threads: options.Threads = None,
     log: options.Log = None,
+    report: options.Report = None,
     restart: options.Restart = None,
     save_every: options.SaveEvery = 100,
     overwrite: options.Overwrite = False,
+    config: options.Config = None,
     quiet: options.Quiet = False,
     show_hooks: options.ShowHooks = False,
 ) -> None:
@@ -43,12 +45,13 @@ def relax(
     from nvalchemi.cli import output as outputs
     from nvalchemi.cli import session
     from nvalchemi.cli import structures as inputs
-    from nvalchemi.cli.errors import InputError, InterruptError, RunError
+    from nvalchemi.cli.errors import InputError, RunError
+    from nvalchemi.cli.interrupt import interrupted
 
     if not 0 < fmax < float("inf"):
         raise InputError(f"--fmax must be positive and finite, got {fmax}")
     outputs.check_outputs(
-        {"--output": output, "--log": log, "--restart": restart},
+        {"--output": output, "--log": log, "--report": report, "--restart": restart},
         files,
         overwrite=overwrite,
         continued=outputs.continued_outputs(restart),
@@ -61,12 +64,17 @@ def relax(
     where = session.choose_device(device)
     potential = session.load(model, where)
     batch = inputs.make_batch(structures, potential, where, keep_velocities=False)
-    hooks = [*session.log_hooks(log, frequency=1), *session.terminal_hooks(steps, _progress, quiet=quiet)]
+    hooks = [
+        *session.log_hooks(log, frequency=1),
+        *session.report_hooks(report, structures),
+        *session.progress_hooks(steps, _progress, quiet=quiet),
+    ]
     dynamics = _make_minimiser(potential, optimizer, hooks, cell=cell, fmax=fmax)
     if show_hooks:
         typer.echo(dynamics.describe_hooks())
+        return
 
-    interrupted = session.run(dynamics, structures, batch, steps, restart=restart, save_every=save_every)
+    received = session.run(dynamics, structures, batch, steps, restart=restart, save_every=save_every)
 
     converged = (batch.status[:, 0] >= dynamics.exit_status).tolist()
     results = inputs.with_results(structures, batch, velocities=False)
@@ -76,10 +84,11 @@ def relax(
     if not quiet:
         largest = dynamics.max_force(batch).tolist()  # with --cell the forces on the cells, too
         _print_results(structures, results, batch, largest, converged, cell=cell)
-    if interrupted:
-        raise InterruptError(
+    if received is not None:
+        raise interrupted(
+            received,
             f"interrupted after {int(batch.system_step.max())} steps; {output} has the structures as they were then"
-            + session.how_to_resume(restart)
+            + session.how_to_resume(restart),
         )
     session.check_finite(structures, batch)
     failed = [structure.label for structure, done in zip(structures, converged, strict=True) if not done]

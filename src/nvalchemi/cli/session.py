@@ -1,12 +1,15 @@
 """What ``relax`` and ``md`` have in common: threads, device, potential, and the run itself."""
 
+import re
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from nvalchemi.cli.errors import InputError, InterruptError, RunError
+from nvalchemi.cli.errors import InputError, RunError
+from nvalchemi.cli.interrupt import StopOnSignal, interrupted
 from nvalchemi.cli.output import log_backend
 
 if TYPE_CHECKING:
@@ -40,14 +43,21 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def load(name: str, device: torch.device) -> "BaseModelMixin":
-    """The potential of that name; :class:`InputError` when it is unknown or its package is missing."""
+def load(name: str, device: torch.device, option: str = "--model") -> "BaseModelMixin":
+    """The potential of that name, of a file, or that a training has left in a directory.
+
+    :class:`InputError` when it is unknown or its package is missing.
+    """
     from nvalchemi.models.catalog import load_model
 
     try:
+        if Path(name).is_dir():
+            from nvalchemi.cli.train_setup import trained_model
+
+            return trained_model(Path(name), device)
         return load_model(name, device=device)
     except (ValueError, ImportError) as error:
-        raise InputError(f"--model {name}: {error}") from error
+        raise InputError(f"{option} {name}: {error}") from error
 
 
 def log_hooks(file: Path | None, *, frequency: int) -> "list[Hook]":
@@ -69,11 +79,23 @@ def trajectory_hooks(file: Path | None, *, frequency: int) -> "list[Hook]":
     return [SnapshotHook(ExtxyzTrajectory(file), frequency=frequency)]
 
 
-def terminal_hooks(steps: int, describe: "Callable[[DynamicsContext], str]", *, quiet: bool) -> "list[Hook]":
-    """Progress, and Ctrl-C between two steps."""
-    from nvalchemi.cli.progress import InterruptHook, ProgressHook
+def report_hooks(
+    file: Path | None, structures: "Sequence[Structure]" = (), *, frequency: int = 1
+) -> "list[Hook]":
+    """The page that was asked for."""
+    if file is None:
+        return []
+    from nvalchemi.hooks import HTMLReporter, ReportingOrchestrator
 
-    return [ProgressHook(steps, describe, quiet=quiet), InterruptHook()]
+    names = [structure.name for structure in structures]
+    return [ReportingOrchestrator([HTMLReporter(file)], frequency=frequency, names=names)]
+
+
+def progress_hooks(steps: int, describe: "Callable[[DynamicsContext], str]", *, quiet: bool) -> "list[Hook]":
+    """The progress bar."""
+    from nvalchemi.cli.progress import ProgressHook
+
+    return [ProgressHook(steps, describe, quiet=quiet)]
 
 
 def run(
@@ -84,35 +106,52 @@ def run(
     *,
     restart: Path | None = None,
     save_every: int = 100,
-) -> bool:
-    """Run, or go on with the run whose state is in ``restart``, and say whether the user stopped it.
+) -> signal.Signals | None:
+    """Run, or go on with the run whose state is in ``restart``; the signal that stopped it, or ``None``.
 
     What is wrong before the first step (model, structures and options that do not fit) is an
     :class:`InputError`, and no file was touched; what goes wrong later is a :class:`RunError`. Either is one
     line.
     """
-    try:
-        # Admission alone: checks the batch, and computes the first forces that the run then starts from.
-        dynamics.run(batch, n_steps=0, restart=restart, save_every=save_every)
-    except KeyboardInterrupt:
-        raise InterruptError("interrupted before the first step; nothing was written") from None
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    wrong = _not_finite(structures, batch)
-    if wrong:
-        raise InputError(f"energy or forces are not finite: {wrong}; do atoms overlap?")
-    try:
-        dynamics.run(batch, n_steps=n_steps, restart=restart, save_every=save_every)
-    except KeyboardInterrupt:
-        return True
-    except (ValueError, RuntimeError, OSError) as error:
-        raise RunError(f"the run failed at step {dynamics.step_count}: {error}") from error
-    return False
+
+    def label(number: int) -> str:
+        return structures[number].label
+
+    with StopOnSignal(dynamics.request_stop) as stop:
+        try:
+            # Admission alone: checks the batch, and computes the first forces that the run then starts from.
+            dynamics.run(batch, n_steps=0, restart=restart, save_every=save_every)
+        except ValueError as error:
+            raise InputError(with_origins(str(error), label)) from error
+        wrong = _not_finite(structures, batch)
+        if wrong:
+            raise InputError(f"energy or forces are not finite: {wrong}; do atoms overlap?")
+        if stop.received is not None:
+            raise interrupted(stop.received, "interrupted before the first step")
+        try:
+            dynamics.run(batch, n_steps=n_steps, restart=restart, save_every=save_every)
+        except (ValueError, RuntimeError, OSError, MemoryError) as error:
+            reason = with_origins(str(error), label)
+            raise RunError(f"the run failed at step {dynamics.step_count}: {reason}") from error
+    return stop.received
+
+
+_GRAPHS = re.compile(r"graphs? (?:\d+|\[[\d, ]*\]) \(system_id (\d+|\[[\d, ]*\])\)")
+"""How the engine names structures, which it knows by their number in the batch."""
+
+
+def with_origins(message: str, label: "Callable[[int], str]") -> str:
+    """A message of the engine, with structures called as ``label`` calls their number."""
+
+    def labels(match: re.Match[str]) -> str:
+        return ", ".join(label(int(digits)) for digits in re.findall(r"\d+", match[1]))
+
+    return _GRAPHS.sub(labels, message)
 
 
 def how_to_resume(restart: Path | None) -> str:
     """End of the message about an interruption."""
-    return "" if restart is None else f"; the same command goes on from the last state in {restart}"
+    return "" if restart is None else f"; the same command goes on from there ({restart})"
 
 
 def save(file: Path, structures: "Sequence[AtomicData]") -> None:
