@@ -48,8 +48,9 @@ format: $(VENV)/.dev  ## rewrite the code to the format that lint asks for
 types: $(VENV)/.dev  ## pyright, strict, on src
 	$(BIN)/pyright
 
-docs: $(VENV)/.dev  ## check that links in README and docs resolve and their code blocks run
-	$(BIN)/python -m pytest -q tests/docs
+docs: $(VENV)/.dev  ## the site in docs/_build/html (warnings are errors); make test runs its code blocks
+	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build/html
+	$(BIN)/python -m pytest -q tests/docs -k "not blocks_of_page"
 
 examples: $(VENV)/.dev  ## run every numbered example
 	$(BIN)/python examples/run_all.py
@@ -58,5 +59,5 @@ bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/run_all.py
 
 clean:  ## remove everything that make created
-	rm -rf $(VENV) demo_output examples/output .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) demo_output examples/output docs/_build .pytest_cache .ruff_cache .hypothesis build dist
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

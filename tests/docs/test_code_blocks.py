@@ -1,15 +1,35 @@
-"""The documentation is right: its Python blocks run and its links lead somewhere."""
+"""The documentation is right: its blocks of code run and its links lead somewhere.
 
+The blocks of a page run one after another in an empty folder, as a reader would type them:
+
+* ``python``: all of a page in one namespace;
+* ``{code-block} python`` with a ``:caption:``: the file of that name, for the blocks behind it;
+* ``sh``: commands that must succeed. What a reader is shown but no test should do is a ``console`` block.
+"""
+
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md")]
+    page
+    for page in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *ROOT.glob("docs/**/*.md"),
+    ]
+    if "_build" not in page.parts
 )
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```(?P<kind>python|sh|\{code-block\} python\n:caption: (?P<file>\S+)\n)\n(?P<code>.*?)^```",
+    re.DOTALL | re.MULTILINE,
+)
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -17,16 +37,38 @@ def page_id(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=page_id)
-def test_python_blocks_of_page_run(page, tmp_path):
-    """The blocks of a page run one after another in one namespace, as a reader would type them, in a copy of
-    the examples."""
+def pages_with_code() -> list:
+    """Pages with blocks to run; commands take some seconds each."""
+    pages = [page for page in PAGES if BLOCK.search(page.read_text())]
+    return [
+        pytest.param(page, marks=[pytest.mark.slow] * ("\n```sh\n" in page.read_text())) for page in pages
+    ]
+
+
+@pytest.mark.parametrize("page", pages_with_code(), ids=page_id)
+def test_blocks_of_page_run(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     namespace = {"__name__": "__main__"}
     for block in BLOCK.finditer(page.read_text()):
-        line = page.read_text()[: block.start(1)].count("\n")
-        code = compile("\n" * line + block.group(1), str(page), "exec")
-        exec(code, namespace)
+        if block["file"]:
+            (tmp_path / block["file"]).write_text(block["code"])
+        elif block["kind"] == "sh":
+            run_commands(block["code"])
+        else:
+            line = page.read_text()[: block.start("code")].count("\n")
+            exec(compile("\n" * line + block["code"], str(page), "exec"), namespace)
+
+
+def run_commands(commands: str) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{commands}{done.stdout}{done.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
