@@ -1,6 +1,11 @@
-"""Atom-steps per second of NVE argon: one system against LAMMPS and ASE, and many small ones in a batch."""
+"""Atom-steps per second of NVE argon: one system against LAMMPS, OpenMM, ASE; many small ones in a batch; TorchSim.
+
+LAMMPS (``lmp``) and OpenMM are left out where they are not installed. TorchSim needs Python 3.12: name an interpreter
+that has it with ``--torchsim-python``.
+"""
 
 import argparse
+import importlib.util
 import json
 import re
 import shutil
@@ -8,6 +13,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -84,10 +90,53 @@ def lammps(repeat, steps):
     return int(loop[1]) * steps / float(loop[0])
 
 
+def openmm(atoms, steps, threads):
+    """OpenMM's CPU platform (single precision, as it always is there)."""
+    import openmm
+    from openmm import unit
+
+    system = openmm.System()
+    force = openmm.NonbondedForce()
+    force.setNonbondedMethod(openmm.NonbondedForce.CutoffPeriodic)
+    force.setCutoffDistance(CUTOFF * unit.angstrom)
+    force.setUseDispersionCorrection(False)
+    for mass in atoms.get_masses():
+        system.addParticle(mass)
+        force.addParticle(0.0, SIGMA * unit.angstrom, EPSILON * 96.48533 * unit.kilojoule_per_mole)
+    system.addForce(force)
+    system.setDefaultPeriodicBoxVectors(*(0.1 * atoms.cell.array))
+    platform = openmm.Platform.getPlatformByName("CPU")
+    context = openmm.Context(
+        system, openmm.VerletIntegrator(DT * unit.femtosecond), platform, {"Threads": str(threads)}
+    )
+    context.setPositions(0.1 * atoms.positions)
+    context.setVelocitiesToTemperature(TEMPERATURE, 1)
+    integrator = context.getIntegrator()
+    integrator.step(20)
+    rates = []
+    for _ in range(3):
+        start = time.perf_counter()
+        integrator.step(steps)
+        context.getState(getEnergy=True)
+        rates.append(len(atoms) * steps / (time.perf_counter() - start))
+    return statistics.median(rates)
+
+
+def torchsim(python, systems, repeat, threads):
+    script = Path(__file__).parent / "peers" / "torchsim_nve.py"
+    steps = max(2, 20_000 // (systems * 4 * repeat**3))
+    numbers = (systems, repeat, steps, A, EPSILON, SIGMA, CUTOFF, TEMPERATURE, DT, threads)
+    output = subprocess.run(
+        [python, script, *map(str, numbers)], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    return json.loads(output.splitlines()[-1])["rate"]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--torchsim-python", help="interpreter of an environment with torch-sim-atomistic")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for systems, repeat, steps in CASES:
@@ -97,6 +146,10 @@ def main():
         peers = {"target": TARGETS.get((systems, atoms))}
         if systems == 1 and arguments.threads == 1 and shutil.which("lmp"):
             peers["LAMMPS lj/cut/opt"] = statistics.median(lammps(repeat, 10 * steps) for _ in range(3))
+        if systems == 1 and A * repeat > 2 * CUTOFF and importlib.util.find_spec("openmm"):
+            peers["OpenMM CPU"] = openmm(structures[0], 2 * steps, arguments.threads)
+        if arguments.torchsim_python:
+            peers["TorchSim"] = torchsim(arguments.torchsim_python, systems, repeat, arguments.threads)
         if atoms == 108 and systems == 1:
             peers["ASE"] = ase(structures[0])
         for against, rate in peers.items():

@@ -95,4 +95,5 @@ def test_all_hooks_in_the_order_of_the_loop_are_not_questioned_and_described_sta
         ("AFTER_STEP", "EnergyDriftMonitorHook", "1"),
         ("AFTER_STEP", "LoggingHook", "100"),
         ("AFTER_STEP", "SnapshotHook", "1000"),
+        ("ON_GRADUATE", "LastSnapshotHook", "1"),
     ]

@@ -2,6 +2,7 @@
 
 import torch
 
+from nvalchemi import _kernels
 from nvalchemi.typing import Bool, Float, Tensor
 
 __all__ = ["max_displacement_exceeds"]
@@ -24,7 +25,8 @@ def max_displacement_exceeds(
     Returns
     -------
     bool or Tensor
-        A ``bool`` on the CPU. On other devices a 0-dimensional tensor, so that the caller decides when to wait for it.
+        A ``bool`` from the compiled kernel on the CPU. Elsewhere a 0-dimensional tensor, so that the caller decides
+        when to wait for it.
         A position that is not a number has moved.
 
     Examples
@@ -33,7 +35,7 @@ def max_displacement_exceeds(
     >>> max_displacement_exceeds(x, x + 0.1, limit=0.2)
     False
     """
-    if positions.device.type == "cpu":
+    if _kernels.serve(positions):
         from nvalchemi._kernels.neighbors import displacement_exceeds
 
         return displacement_exceeds(

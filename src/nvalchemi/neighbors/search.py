@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import increment_version
 
+from nvalchemi import _kernels
 from nvalchemi.neighbors._failure import Describe
 from nvalchemi.neighbors._warp import is_installed
 from nvalchemi.neighbors.config import NeighborConfig, NeighborListFormat
@@ -123,6 +125,9 @@ def compute_neighbors(
     for i, name in enumerate(("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")):
         if old is None or new[i] is not old[i]:
             batch.add_key(name, new[i])
+        else:
+            # Compiled code wrote, which torch cannot see: say so, for those who keep something derived from the list.
+            increment_version(new[i])
 
 
 def neighbor_list(
@@ -232,7 +237,7 @@ def _checked(cutoff: float) -> float:
 def _resolve(method: str | None, positions: Tensor) -> str:
     on_cpu = positions.device.type == "cpu"
     match method:
-        case None if on_cpu:
+        case None if _kernels.serve(positions):
             return "numba"
         case None:
             return "warp" if positions.device.type == "cuda" and is_installed() else "torch"
