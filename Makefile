@@ -9,11 +9,11 @@ SETUP  := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?= -n 2
 
-.PHONY: help demo test lint format types docs examples bench clean
+.PHONY: help demo test lint format types docs examples bench bench-compare clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -57,6 +57,9 @@ examples: $(VENV)/.dev  ## run every numbered example
 
 bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/run_all.py
+
+bench-compare: $(VENV)/.dev  ## speed against another commit: make bench-compare BASE=HEAD~1
+	$(BIN)/python benchmarks/compare.py $(BASE)
 
 clean:  ## remove everything that make created
 	rm -rf $(VENV) demo_output examples/output docs/_build .pytest_cache .ruff_cache .hypothesis build dist
