@@ -12,6 +12,7 @@ CASES = (
     ("nvalchemi.data", "import torch"),
     ("nvalchemi.models", "import torch"),
     ("nvalchemi.dynamics", "import torch"),
+    ("nvalchemi.training", "import torch"),
     ("nvalchemi.cli.app", "pass"),
 )
 

@@ -1,14 +1,18 @@
 """Run the benchmarks in this folder and rewrite RESULTS.md from the JSON lines that they print.
 
-Those that take many minutes and gigabytes of disk (LONG below) run only with ``--long``:
+The text of NOTES.md goes on top. Those that take many minutes and gigabytes of disk (LONG below) run only with
+``--long``:
 
     python benchmarks/run_all.py --long
 """
 
+import contextlib
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +20,21 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LONG = ("files_kill", "files_million")
 KEYS = ("name", "size", "threads", "value", "unit", "ratio", "against")
+
+
+PACKAGES = ("torch", "numpy", "numba", "ase", "sevenn", "chgnet", "vesin", "zarr", "openmm")
+
+
+def versions() -> str:
+    """Of what took part, where it is installed."""
+    found = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    if shutil.which("lmp"):
+        text = subprocess.run(["lmp", "-h"], stdout=subprocess.PIPE, text=True, check=False).stdout
+        found += [line.split(" - ")[-1] for line in text.splitlines() if "Large-scale" in line]
+    return ", ".join(found)
 
 
 def cases(script: Path) -> list[dict[str, object]]:
@@ -34,7 +53,11 @@ def main() -> None:
     lines = [
         "# Results",
         f"Written by `make bench` on {datetime.date.today()}: {platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}.",
+        f"{versions()}, "
+        f"`OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}`. "
+        "Each table is what `python benchmarks/NAME.py` printed.",
+        "",
+        (HERE / "NOTES.md").read_text().strip(),
     ]
     for script in scripts:
         found = cases(script)

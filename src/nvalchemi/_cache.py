@@ -39,8 +39,12 @@ def store(kind: str, key: Mapping[str, Any], value: Any) -> None:
         path = _path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-            json.dump({"key": key, "value": value}, file, indent=1)
-        os.replace(file.name, path)
+            new = Path(file.name)
+        try:
+            new.write_text(json.dumps({"key": key, "value": value}, indent=1))
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:
         # RuntimeError: there is no home directory.
         logger.debug("cache entry of %s not written: %s", kind, error)

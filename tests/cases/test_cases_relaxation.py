@@ -6,7 +6,8 @@ import torch
 from ase.build import bulk
 
 from nvalchemi.data import AtomicData
-from nvalchemi.dynamics import FIRE, ConvergenceHook, DynamicsStage, FIREVariableCell
+from nvalchemi.dynamics import FIRE, ConvergenceHook, DynamicsStage, FIREVariableCell, SizeAwareSampler
+from nvalchemi.dynamics.sinks import HostMemory
 from nvalchemi.dynamics.thermo import pressure as pressure_of
 from nvalchemi.dynamics.thermo import volume
 from nvalchemi.hooks import BiasedPotentialHook, WrapPeriodicHook
@@ -143,3 +144,29 @@ def test_parameters_that_would_send_fire_astray_are_errors_at_construction(argon
 def test_stress_threshold_that_nothing_can_meet_is_an_error(bad):
     with pytest.raises(ValueError, match="threshold of criterion 'stress'"):
         ConvergenceHook.from_stress(bad)
+
+
+def test_small_large_small_through_a_budget_come_back_in_the_order_of_the_input(argon, chain):
+    sizes = [1, 100, 1]
+    results = {}
+    for order in ("arrival", "system_id"):
+        sink = HostMemory(order=order)
+        sampler = SizeAwareSampler([chain(n, 3.8 + 0.01 * n) for n in sizes], max_atoms=101)
+        stop = ConvergenceHook.from_fmax(1e-6)
+        FIRE(argon, n_steps=30, convergence_hook=stop, sampler=sampler, sinks=sink).run()
+        results[order] = sink.drain()
+        assert len(sink) == 0
+    arrived, ordered = results["arrival"], results["system_id"]
+    assert arrived.system_id[:, 0].tolist() == [0, 2, 1]
+    assert ordered.system_id[:, 0].tolist() == [0, 1, 2]
+    assert ordered.num_nodes_per_graph.tolist() == sizes
+    assert torch.equal(ordered[1].positions, arrived[2].positions)
+
+
+def test_order_that_a_sink_cannot_keep_is_an_error(chain, join):
+    with pytest.raises(ValueError, match="order must be 'arrival' or 'system_id'"):
+        HostMemory(order="size")
+    sink = HostMemory(order="system_id")
+    sink.write(join(chain(1)))
+    with pytest.raises(ValueError, match="without system_id"):
+        sink.read()

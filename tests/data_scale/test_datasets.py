@@ -239,6 +239,16 @@ def test_split_by_group_keeps_groups_whole(by):
     assert len(parts["train"]) + len(parts["val"]) == 40
 
 
+@pytest.mark.parametrize("form", [list, Batch.from_data_list])
+def test_split_takes_structures_too(form):
+    structures, shares = [structure(i) for i in range(10)], {"train": 0.7, "val": 0.3}
+    parts, expected = split(form(structures), shares), split(InMemoryDataset(structures), shares)
+    assert [len(part) for part in parts.values()] == [7, 3]
+    for name, part in parts.items():
+        assert part.indices.tolist() == expected[name].indices.tolist()
+        assert torch.equal(part[:].positions, expected[name][:].positions)
+
+
 def test_fractions_must_sum_to_one():
     with pytest.raises(ValueError, match="sum to 1"):
         split(InMemoryDataset([structure(0)]), {"train": 0.9, "val": 0.2})

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nvalchemi.data import AtomicData, Batch
-from nvalchemi.data.datasets import Dataset, InMemoryDataset, MultiDataset
+from nvalchemi.data.datasets import Dataset, InMemoryDataset, MultiDataset, as_dataset
 from nvalchemi.data.loader import DataLoader
-from nvalchemi.data.samplers import BalancedSampler
+from nvalchemi.data.samplers import BalancedSampler, FixedBatcher
 from nvalchemi.data.zarr import write_zarr
 
 
@@ -226,6 +226,63 @@ def test_store_larger_than_its_cache_is_shuffled_in_windows(tmp_path):
     assert order != list(range(400))
 
 
+@pytest.mark.parametrize("form", [list, tuple, Batch.from_data_list, InMemoryDataset])
+def test_structures_need_no_dataset_around_them(form):
+    loader = DataLoader(form([structure(i) for i in range(5)]), 2)
+    assert seen(loader) == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("train.xyz", r"got str: Dataset\('train.xyz'\) opens"),
+        (structure(0), "got AtomicData$"),
+    ],
+)
+def test_what_holds_no_structures_is_refused(data, words):
+    with pytest.raises(TypeError, match=words):
+        as_dataset(data)
+
+
 def test_sampler_and_shuffle_exclude_each_other(dataset):
     with pytest.raises(ValueError, match="either sampler or shuffle"):
         DataLoader(dataset, shuffle=True, sampler=BalancedSampler([50]))
+
+
+@pytest.mark.parametrize("batch_size", [1.5, 2.0, True, 0, "4", None])
+def test_batch_size_is_a_whole_number(batch_size):
+    batcher = FixedBatcher.__new__(FixedBatcher)
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1"):
+        FixedBatcher.__init__.__wrapped__(batcher, batch_size)  # without the type checks of the tests
+
+
+def test_drop_last_that_leaves_nothing_is_refused():
+    data = [structure(i) for i in range(4)]
+    with pytest.raises(ValueError, match="4 structures, fewer than one batch of 5"):
+        DataLoader(data, batch_size=5, drop_last=True)
+    loader = DataLoader(data, batch_size=3, drop_last=True)
+    with pytest.raises(ValueError, match="one batch of 3 on each of 2 ranks"):
+        loader.divide(0, 2)
+    assert len(list(loader)) == 1
+
+
+def _fails_at_two(data):
+    if data.info["n"] == 2:
+        raise KeyError("spam")
+    return data
+
+
+def _fails(batch):
+    raise KeyError("spam")
+
+
+def test_exception_of_a_transform_names_the_structure():
+    data = [structure(i) for i in range(4)]
+    with pytest.raises(KeyError, match="spam") as error:
+        list(DataLoader(data, batch_size=3, transforms=[_fails_at_two]))
+    assert error.value.__notes__ == ["raised by a transform of structure 2"]
+    with pytest.raises(KeyError, match="structure 2"):
+        list(DataLoader(data, batch_size=3, transforms=[_fails_at_two], num_workers=1))
+    with pytest.raises(KeyError) as error:
+        list(DataLoader(data, batch_size=3, batch_transforms=[_fails]))
+    assert "structures [0, 1, 2]" in error.value.__notes__[0]

@@ -535,6 +535,26 @@ def test_frames_of_a_system_come_by_its_steps(tmp_path):
         read(tmp_path / "s.zarr", 0, system_id=4)
 
 
+def test_two_frames_of_one_step_are_no_trajectory(tmp_path):
+    frames = [structure(i) for i in range(5)]
+    for frame, (system, step) in zip(frames, [(0, 1), (1, 1), (0, 3), (0, 3), (0, 4)], strict=True):
+        frame.system_id, frame.system_step = torch.tensor([[system]]), torch.tensor([[step]])
+    write_zarr(tmp_path / "s.zarr", frames)
+    reader = AtomicDataZarrReader(tmp_path / "s.zarr")
+    assert reader.trajectory_index(1).tolist() == [1]
+    assert reader.last_steps() == {0: 4, 1: 1}
+    with pytest.raises(ValueError, match=r"s\.zarr: frames 2 and 3 are both step 3 of system_id 0"):
+        reader.trajectory(0)
+
+
+def test_message_about_a_damaged_root_has_no_raw_bytes(tmp_path):
+    write_zarr(tmp_path / "s.zarr", [structure(1)])
+    (tmp_path / "s.zarr" / "zarr.json").write_bytes(b"{\xff\xfe" * 50)
+    with pytest.raises(CorruptChunkError, match="UnicodeDecodeError: 'utf-8' codec") as error:
+        AtomicDataZarrReader(tmp_path / "s.zarr")
+    assert "\\xff" not in str(error.value)
+
+
 def test_store_without_systems_has_no_trajectories(store):
     assert AtomicDataZarrReader(store).system_ids() == []
 

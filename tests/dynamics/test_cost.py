@@ -91,8 +91,21 @@ def test_nothing_is_written_before_something_is_measured(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+def stored(trials, complete="true"):
+    return f'{{"key": KEY, "value": {{"trials": {trials}, "complete": {complete}}}}}'
+
+
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"key": 1}', '{"key": KEY, "value": {"trials": {"256": [1]}}}']
+    "content",
+    [
+        *("", "{", "[]", '{"key": 1}', stored("{}"), stored('{"256": [1]}')),
+        stored('{"-5": [3, 200, 0.1, 0, 1.0]}'),
+        stored('{"256": [3, 200, 0.1, Infinity, 1.0]}'),
+        stored('{"256": [3, 200, 0.1, -5, 1.0]}'),
+        stored('{"256": [-3, 200, 0.1, 0, 1.0]}'),
+        stored(f'{{"256": [3, 200, {10**400}, 0, 1.0]}}'),
+        stored('{"256": [3, 200, NaN, 0, 1.0]}'),
+    ],
 )
 def test_a_damaged_entry_is_measured_again(clock, tmp_path, content):
     for _ in range(2):
@@ -112,6 +125,15 @@ def test_a_cache_that_cannot_be_written_is_done_without(clock, monkeypatch, tmp_
         engine.run(Batch.from_data_list(argon(64)), 0)
     assert engine._evaluate_pieces.bound.max_edges == 1024
     assert "not written" in caplog.text
+
+
+def test_an_entry_that_cannot_be_put_in_its_place_leaves_nothing_behind(tmp_path):
+    _cache.store("kind", {"a": 1}, "first")
+    (entry,) = (tmp_path / "cache").rglob("*.json")
+    entry.unlink()
+    entry.mkdir()
+    _cache.store("kind", {"a": 1}, "second")
+    assert list(entry.parent.iterdir()) == [entry]
 
 
 def test_place_of_the_cache(monkeypatch, tmp_path):
@@ -182,6 +204,23 @@ def test_pieces_that_do_not_fit_are_halved_until_they_do(bound, error, caplog):
         engine.model.sizes.clear()
         engine.run(batch, 1)
         assert max(engine.model.sizes) <= 400
+
+
+def test_later_pieces_do_not_raise_the_limit():
+    batch = Batch.from_data_list(argon(13))
+    compute_neighbors(batch, config=NeighborConfig(cutoff=9.5, format="matrix"))
+    one = int(batch.num_neighbors.sum()) // 13
+    engine = NVE(Recorded(fits=3 * one), 1.0, max_edges_per_eval=lambda edges: [(0, 8), (8, 13)])
+    engine.run(batch, 0)
+    assert engine._evaluate_pieces._memory_limit == 2 * one
+
+
+@pytest.mark.parametrize("fits", [100, 700])
+def test_what_did_not_fit_is_tried_again_when_there_may_be_more_memory(clock, fits):
+    for limit in (fits, 10**9):
+        engine = NVE(Recorded(clock, fits=limit, per_edge=slow_beyond_1500), 1.0, max_edges_per_eval="auto")
+        engine.run(Batch.from_data_list(argon(64)), 0)
+    assert engine._evaluate_pieces.bound.max_edges == 1024
 
 
 def test_another_error_of_the_model_is_not_taken_for_a_lack_of_memory():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nvalchemi.data import AtomicData, Batch
+from nvalchemi.data.zarr import AtomicDataZarrReader
 from nvalchemi.dynamics import NVE, SizeAwareSampler
 from nvalchemi.dynamics.hooks import SnapshotHook
 from nvalchemi.dynamics.sinks import DataSink, GPUBuffer, HostMemory, ZarrData
@@ -98,6 +99,39 @@ def test_zarr_store_is_appended_to_or_replaced():
         sink.write(_batch())
         sink.close()
         assert len(ZarrData("out.zarr")) == count
+
+
+def test_second_run_into_a_zarr_trajectory_is_refused_unless_the_mode_is_chosen(well, atoms_in_wells):
+    def run(**options):
+        hook = SnapshotHook(ZarrData("path.zarr", **options), frequency=2)
+        NVE(well, 1.0, hooks=[hook]).run(atoms_in_wells(), n_steps=4)
+
+    def steps():
+        reader = AtomicDataZarrReader("path.zarr")
+        return [frame.system_step.item() for frame in reader.trajectory(0)]
+
+    run()
+    once = steps()
+    with pytest.raises(
+        ValueError, match=r"path\.zarr has frames of system_id 0 up to step 4.*mode.*'w'.*'a'"
+    ):
+        run()
+    assert steps() == once
+    run(config={"mode": "w"})
+    assert steps() == once
+    run(config={"mode": "a"})
+    with pytest.raises(ValueError, match="both step 1 of system_id 0"):
+        steps()
+
+
+def test_zarr_sink_takes_other_systems_and_later_steps():
+    for first_id, step in ((0, 3), (3, 1), (0, 4)):
+        batch = _batch(first_id=first_id)
+        batch.system_step = torch.full((3, 1), step)
+        sink = ZarrData("path.zarr")
+        sink.write(batch)
+        sink.close()
+    assert len(ZarrData("path.zarr")) == 9
 
 
 def test_restored_zarr_sink_does_not_write_again_what_is_there():

@@ -115,6 +115,14 @@ def test_float32_model_on_a_float64_batch(molecules, make_batch):
     torch.testing.assert_close(model(batch), MACEWrapper(_model())(batch), rtol=1e-5, atol=1e-4)
 
 
+def test_autocast_changes_nothing(molecules, make_batch):
+    model = MACEWrapper(_model(dtype=torch.float32))
+    batch = make_batch(molecules, model)
+    expected = model(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(batch), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_embeddings_have_the_announced_width(molecules, make_batch):
     model = MACEWrapper(_model())
     batch = make_batch(molecules, model)

@@ -87,6 +87,28 @@ def test_members_are_trained_through_the_sum(make_batch, crystals):
     )
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_second_derivatives_through_the_sum(make_batch, crystals, nested):
+    models = (_painn(4.0), _argon(6.0), _argon(5.0, half_list=True))
+    total = models[0] + (models[1] + models[2]) if nested else SumModel(*models)
+    total.set_config("gradient_keys", {"positions"})
+    batch = make_batch(crystals, total)
+    batch.positions.requires_grad_()
+    (row,) = torch.autograd.grad(total(batch)["forces"][0, 0], batch.positions)
+    step = torch.zeros_like(row)
+    step[1, 2] = 1e-4
+    forces = []
+    for sign in (1, -1):
+        moved = make_batch(crystals, total)
+        moved.positions = batch.positions.detach() + sign * step
+        forces.append(total(moved)["forces"][0, 0].item())
+    assert row[1, 2].item() == pytest.approx((forces[0] - forces[1]) / 2e-4, rel=1e-5)
+    assert abs(row[1, 2].item()) > 1e-3
+    # Only while the sum is evaluated.
+    assert all(not model.model_config.gradient_keys for model in models)
+    assert not models[0](batch)["forces"].requires_grad
+
+
 def test_stress_needs_every_member_and_missing_outputs_name_the_member(make_batch, crystals):
     silent = _painn(4.0)
     silent.set_config("active_outputs", {"energy"})

@@ -289,6 +289,15 @@ def test_a_file_of_something_else_is_refused(tmp_path):
         PaiNN.from_checkpoint(tmp_path / "other.safetensors")
 
 
+@pytest.mark.parametrize("size", [0, 5, 200])
+def test_a_damaged_file_is_named(tmp_path, size):
+    path = tmp_path / "painn.safetensors"
+    make_model(torch.float32).export_model(path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"painn\.safetensors is damaged"):
+        PaiNN.from_checkpoint(path)
+
+
 @pytest.mark.parametrize("option", ["hidden_dim", "num_layers", "num_radial", "cutoff"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_must_be_positive(option, value):

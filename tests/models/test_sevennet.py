@@ -1,5 +1,6 @@
 import warnings
 
+import copy
 import numpy as np
 import pytest
 import torch
@@ -151,9 +152,10 @@ def test_multi_fidelity_model_wants_a_modal(make_batch, crystals):
 
 
 def test_exported_checkpoint_reads_back_and_is_readable_by_sevenn(model, make_batch, crystals, tmp_path):
-    model.export_model(tmp_path / "copy.pth")
     batch = make_batch(crystals, model)
-    torch.testing.assert_close(load_model(tmp_path / "copy.pth")(batch), model(batch), rtol=0, atol=0)
+    for original in (model, copy.deepcopy(model)):  # averaged weights are those of a copy
+        original.export_model(tmp_path / "copy.pth")
+        torch.testing.assert_close(load_model(tmp_path / "copy.pth")(batch), model(batch), rtol=0, atol=0)
 
 
 def test_unknown_name_is_one_line(tmp_path):
@@ -195,3 +197,29 @@ def test_energy_alone_equals_that_with_forces(model, make_batch, crystals):
         assert torch.equal(model(batch)["energy"], expected)
     finally:
         model.set_config("active_outputs", None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_network_of_half_precision(dtype, make_batch, crystals, model):
+    batch = make_batch(crystals, model)
+    outputs, expected = SevenNetWrapper("7net-0", dtype=dtype)(batch), model(batch)
+    assert outputs["forces"].dtype is torch.float64
+    torch.testing.assert_close(outputs["energy"], expected["energy"], rtol=0.03, atol=0.0)
+    torch.testing.assert_close(outputs["forces"], expected["forces"], rtol=0.0, atol=0.2)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_autocast_leaves_the_precision_of_the_network(training, make_batch, crystals, model):
+    batch = make_batch(crystals, model)
+    expected, embeddings = model(batch), model.compute_embeddings(batch)
+    model.train(training)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs, again = model(batch), model.compute_embeddings(batch)
+    finally:
+        model.eval()
+    for name, value in expected.items():
+        torch.testing.assert_close(outputs[name].detach(), value, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        again["node_embeddings"].detach(), embeddings["node_embeddings"], rtol=0, atol=1e-4
+    )

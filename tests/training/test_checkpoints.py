@@ -596,6 +596,20 @@ def test_remains_of_an_interrupted_run_are_removed(toys):
     assert os.listdir("run") == ["epoch-1"]
 
 
+def test_checkpoint_whose_replacement_was_interrupted_gets_its_name_back(toys):
+    toys.slope_strategy([CheckpointHook("run")], num_epochs=2).run([toys.batch_of(1.0)])
+    os.rename("run/epoch-2", "run/.epoch-2.old-" + "a" * 32)
+    # The replacement that was being written, and what one that succeeded had no time to remove.
+    shutil.copytree("run/epoch-1", "run/.epoch-2.tmp-" + "b" * 32)
+    shutil.copytree("run/epoch-1", "run/.epoch-2.old-" + "c" * 32)
+    shutil.copytree("run/epoch-1", "run/.epoch-1.old-" + "d" * 32)
+    again = toys.slope_strategy([CheckpointHook("run")], num_epochs=3)
+    with again:
+        assert again.restore_checkpoint("run").name == "epoch-2"
+    assert again.epoch_count == 2
+    assert sorted(os.listdir("run")) == ["epoch-1", "epoch-2"]
+
+
 def test_missing_safetensors_is_said_at_registration_with_the_extra(toys, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match=r"nvalchemi\[checkpoint\]"):

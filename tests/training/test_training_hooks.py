@@ -14,7 +14,9 @@ from nvalchemi.hooks import TrainContext
 from nvalchemi.models import load_model
 from nvalchemi.models.demo import DemoModelWrapper
 from nvalchemi.training import (
+    EnergyMAELoss,
     EnergyMSELoss,
+    ForceMSELoss,
     OptimizerConfig,
     TrainingStage,
     TrainingStrategy,
@@ -59,6 +61,12 @@ class Applied:
         if w != self.weights[-1]:
             self.gradients.append(self.weights[-1] - w)
             self.weights.append(w)
+
+
+@pytest.mark.parametrize("steps", [True, 0, -1, 2.0, "4", None])
+def test_window_is_a_whole_number_of_batches(steps):
+    with pytest.raises(ValidationError, match="steps"):
+        GradientAccumulationHook(steps)
 
 
 def applied_gradients(toys, hook, batches, **options):
@@ -162,6 +170,55 @@ def test_graphs_gives_the_gradient_of_the_one_big_batch(toys, sizes):
     hook = GradientAccumulationHook(3, reduction="graphs")
     whole = weights([Batch.from_data_list(structures)], [])
     torch.testing.assert_close(weights(parts, [hook]), whole, rtol=1e-5, atol=1e-6)
+
+
+def _labelled(toys, *labels):
+    batch = toys.batch_of(*[1.0] * len(labels))
+    batch.add_key("energy", torch.tensor([[float(e)] for e in labels]), level="system")
+    return batch
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        [[1, math.nan, math.nan, math.nan], [-1, -1, -1, -1]],
+        [[math.nan, math.nan], [1, -1, -1]],
+        [[-1, math.nan, -1], [math.nan]],
+        [[math.nan], [math.nan, math.nan]],
+    ],
+)
+def test_graphs_counts_structures_with_a_label_only(toys, windows):
+    def weight(batches, hooks):
+        strategy = TrainingStrategy(
+            toys.Slope(0.0),
+            OptimizerConfig(torch.optim.SGD, {"lr": 1.0}),
+            EnergyMAELoss(ignore_nonfinite=True),
+            num_epochs=1,
+            hooks=hooks,
+        )
+        strategy.run(batches)
+        return strategy.models.w.item()
+
+    big = weight([_labelled(toys, *(e for batch in windows for e in batch))], [])
+    hook = GradientAccumulationHook(2, reduction="graphs")
+    assert weight([_labelled(toys, *batch) for batch in windows], [hook]) == pytest.approx(big)
+
+
+def test_graphs_warns_once_where_terms_have_labels_in_different_structures(toys):
+    batches = toys.molecules(4)
+    for batch in batches:
+        batch.energy[0] = math.nan
+    loss = EnergyMSELoss(ignore_nonfinite=True) + ForceMSELoss(ignore_nonfinite=True)
+    strategy = TrainingStrategy(
+        DemoModelWrapper(),
+        OptimizerConfig(torch.optim.SGD, {"lr": 0.0}),
+        loss,
+        num_epochs=1,
+        hooks=[GradientAccumulationHook(2, reduction="graphs")],
+    )
+    with pytest.warns(UserWarning, match="energy_mse: 2, forces_mse: 3") as record:
+        strategy.run(batches)
+    assert len(record) == 1
 
 
 def test_gradients_are_zeroed_at_the_first_microbatch_of_a_window_only():

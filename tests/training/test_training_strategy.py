@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from enum import Enum
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,16 +12,22 @@ from pydantic import ValidationError
 from torch import nn
 
 from nvalchemi.data import AtomicData, Batch
-from nvalchemi.hooks import HookContext, NeighborListHook
+from nvalchemi.hooks import HookContext, NeighborListHook, ReportingOrchestrator
 from nvalchemi.models.base import ModelConfig, NeighborConfig
 from nvalchemi.models.demo import DemoModelWrapper
 from nvalchemi.training import (
     ConstantWeight,
+    EnergyHuberLoss,
+    EnergyMAELoss,
     EnergyMSELoss,
     FineTuningStrategy,
+    ForceHuberLoss,
+    ForceL2NormLoss,
     ForceMSELoss,
     LinearWeight,
     OptimizerConfig,
+    StressHuberLoss,
+    StressMSELoss,
     TrainContext,
     TrainingStage,
     TrainingStrategy,
@@ -201,6 +208,57 @@ def test_counters_mean_what_they_say(toys):
     assert strategy.counters() == {
         "step_count": 4, "global_step_count": 4, "batch_count": 6, "epoch_count": 2, "epoch_step_count": 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("stage", [Stage.AFTER_OPTIMIZER_STEP, Stage.AFTER_BATCH])
+def test_frequency_counts_steps_and_each_that_is_due_is_seen_once(toys, stage, window):
+    seen = []
+    hook = At(stage, lambda ctx: seen.append(ctx.step_count), frequency=5)
+    strategy = toys.slope_strategy([hook, GradientAccumulationHook(window)])
+    strategy.run([toys.batch_of(1.0)] * 12 * window)
+    assert seen == [5, 10]
+
+
+def test_hook_of_every_step_sees_every_batch_and_is_told_which_made_one(toys):
+    seen = []
+    hook = At(Stage.AFTER_OPTIMIZER_STEP, lambda ctx: seen.append((ctx.step_count, ctx.step_made)))
+    toys.slope_strategy([hook, GradientAccumulationHook(2)]).run([toys.batch_of(1.0)] * 4)
+    assert seen == [(0, False), (1, True), (1, False), (2, True)]
+
+
+@pytest.mark.parametrize(("frequency", "expected"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6])])
+def test_reports_of_accumulated_steps_come_once_each(toys, frequency, expected):
+    class Steps:
+        def __init__(self):
+            self.seen = []
+
+        def report(self, ctx, stage, state):
+            self.seen.append(ctx.step_count)
+
+    steps = Steps()
+    hooks = [ReportingOrchestrator([steps], frequency=frequency), GradientAccumulationHook(4)]
+    toys.slope_strategy(hooks).run([toys.batch_of(1.0)] * 24)
+    assert steps.seen == expected
+
+
+def test_gradients_are_there_by_name_from_after_backward_on(toys):
+    seen = {}
+
+    def note(ctx):
+        seen["at"] = {name: gradient.item() for name, gradient in ctx.gradients.items()}
+
+    before = At(Stage.BEFORE_BACKWARD, lambda ctx: seen.setdefault("before", ctx.gradients))
+    toys.slope_strategy([before, At(Stage.AFTER_BACKWARD, note)]).run([toys.batch_of(2.0, 4.0)])
+    assert seen == {"before": None, "at": {"w": 3.0}}
+
+    models = {"a": toys.Slope(), "b": toys.Slope()}
+    strategy = TrainingStrategy(
+        models, {"a": SGD}, toys.mean_energy, num_epochs=1, hooks=[At(Stage.AFTER_BACKWARD, note)],
+        training_fn=lambda models, batch: models["a"](batch),
+    )  # fmt: skip
+    strategy.run([toys.batch_of(5.0)])
+    assert seen["at"] == {"a.w": 5.0}
 
 
 def test_last_batch_is_known_also_from_loaders_without_length(toys):
@@ -586,7 +644,68 @@ def test_plateau_scheduler_advances_at_validation_by_its_adapter(toys):
     assert strategy.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1)
 
 
+def test_adapter_that_asks_for_an_unknown_metric_is_told_what_there_is(toys):
+    config = OptimizerConfig(
+        torch.optim.SGD, {"lr": 1.0},
+        scheduler_cls=torch.optim.lr_scheduler.ReduceLROnPlateau,
+        scheduler_metric_adapter=lambda validation: validation["accuracy"],
+    )  # fmt: skip
+    strategy = TrainingStrategy(
+        DemoModelWrapper(), config, EnergyMSELoss(), num_epochs=1,
+        validation_config=ValidationConfig(toys.molecules(1)),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"'accuracy'; validation gives .*energy_mae.*components energy_mse"):
+        strategy.run(toys.molecules(1))
+
+
 # ---------------------------------------------------------------------- validation
+class Unlabelled:
+    """A batch without labels, and whatever comes after it is an error to ask for."""
+
+    def __iter__(self):
+        yield Batch.from_data_list([AtomicData(positions=torch.zeros(1, 3), atomic_numbers=[1])])
+        raise AssertionError("only the first batch is needed")
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "words"),
+    [
+        ([], ValueError, "validation_data gave no batch"),
+        (
+            Unlabelled(),
+            ValueError,
+            "validation_data: EnergyMSELoss needs the label 'energy', missing in graph 0",
+        ),
+        ([3], TypeError, "must give Batch, got int"),
+    ],
+)
+def test_validation_data_that_will_not_do_are_refused_before_the_first_step(toys, data, error, words):
+    strategy = TrainingStrategy(
+        DemoModelWrapper(), SGD, EnergyMSELoss(), num_epochs=1, validation_config=ValidationConfig(data)
+    )
+    with pytest.raises(error, match=words):
+        strategy.run(toys.molecules(1))
+    assert strategy.batch_count == 0
+
+
+def test_looking_at_the_validation_data_draws_no_random_numbers(toys):
+    data = toys.molecules(1)[0].to_data_list()
+
+    def drawn(options):
+        torch.manual_seed(0)
+        strategy = TrainingStrategy(
+            DemoModelWrapper(), SGD, EnergyMSELoss(), num_steps=1,
+            hooks=[At(Stage.BEFORE_TRAINING, lambda ctx: seen.append(torch.rand(1).item()))], **options,
+        )  # fmt: skip
+        strategy.run(toys.molecules(1))
+
+    seen = []
+    loader = torch.utils.data.DataLoader(data, 2, shuffle=True, collate_fn=Batch.from_data_list)
+    drawn({})
+    drawn({"validation_config": ValidationConfig(loader)})
+    assert seen[0] == seen[1]
+
+
 def test_validation_gives_loss_components_and_errors_without_asking(toys):
     train, valid = toys.molecules(2), toys.molecules(2, seed=5)
     summaries = []
@@ -954,6 +1073,29 @@ def test_model_output_missing(toys):
     )
 
 
+def test_stress_that_a_molecule_among_crystals_prevents_is_explained():
+    crystal = AtomicData(
+        positions=torch.rand(2, 3), atomic_numbers=[6, 1], cell=6 * torch.eye(3), pbc=[True] * 3,
+        stress=torch.zeros(1, 3, 3),
+    )  # fmt: skip
+    molecule = AtomicData(
+        positions=torch.rand(2, 3), atomic_numbers=[6, 1], pbc=[False] * 3,
+        stress=torch.full((1, 3, 3), math.nan),
+    )  # fmt: skip
+    loss = StressMSELoss(ignore_nonfinite=True)
+
+    def run(*structures):
+        strategy = TrainingStrategy(DemoModelWrapper(), SGD, loss, num_epochs=1)
+        strategy.run([Batch.from_data_list(list(structures), missing="fill")])
+        return strategy.step_count
+
+    with pytest.raises(ValueError, match=r"needs the prediction 'stress'.*graph 1 has none: leave such"):
+        run(crystal, molecule)
+    # The way out that the message names.
+    molecule.cell, molecule.pbc = 20 * torch.eye(3).reshape(1, 3, 3), torch.ones(1, 3, dtype=torch.bool)
+    assert run(crystal, molecule) == 1
+
+
 def test_loss_that_is_not_finite_names_component_and_graphs(toys):
     (batch,) = toys.molecules(1)
     batch.energy[1] = math.nan
@@ -1105,3 +1247,152 @@ def test_more_than_one_device_is_refused_and_repr_is_short(toys):
     assert repr(toys.slope_strategy([EMAHook()])) == (
         "TrainingStrategy(main: Slope, num_epochs=1, step_count=0, hooks=[TrainingUpdateOrchestrator])"
     )
+
+
+# ---------------------------------------------------------------------- missing labels
+def _with_missing_labels(toys, dtype=torch.float64):
+    """Structures of different sizes, some without a label of energy, forces (all or a few) or stress."""
+    generator = torch.Generator().manual_seed(5)
+    structures = []
+    for i, data in enumerate(toys.molecules(1, size=9, dtype=dtype)[0].to_data_list()):
+        data.add_system_property("stress", torch.randn(1, 3, 3, generator=generator, dtype=dtype))
+        if i % 2 == 0:
+            data.energy.fill_(math.nan)
+        if i in (1, 2, 6):
+            data.forces.fill_(math.nan)
+        if i == 4:
+            data.forces[0, 1] = math.nan
+        if i < 7:
+            data.stress.fill_(math.nan)
+        structures.append(data)
+    return structures
+
+
+class _Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def forward(self, batch):
+        return {key: self.w * torch.ones_like(batch[key]) for key in ("energy", "forces", "stress")}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        EnergyMSELoss(per_atom=True, ignore_nonfinite=True),
+        EnergyMAELoss(ignore_nonfinite=True),
+        EnergyHuberLoss(ignore_nonfinite=True),
+        ForceMSELoss(ignore_nonfinite=True),
+        ForceMSELoss(ignore_nonfinite=True, balanced=True),
+        ForceL2NormLoss(ignore_nonfinite=True),
+        ForceL2NormLoss(ignore_nonfinite=True, balanced=True),
+        ForceHuberLoss(ignore_nonfinite=True),
+        StressMSELoss(ignore_nonfinite=True),
+        StressHuberLoss(ignore_nonfinite=True),
+        EnergyMSELoss(ignore_nonfinite=True)
+        + LinearWeight(2.0, 4.0, length=8) * ForceMSELoss(ignore_nonfinite=True)
+        + 0.0 * StressMSELoss(ignore_nonfinite=True),
+    ],
+    ids=lambda loss: getattr(loss, "name", "sum"),
+)
+@pytest.mark.parametrize("as_function", [False, True])
+def test_validation_loss_is_that_of_one_big_batch_however_it_is_cut(toys, loss, as_function):
+    structures = _with_missing_labels(toys)
+    model, whole = _Constant(), Batch.from_data_list(structures)
+    expected = loss(model(whole), whole)
+    for cuts in ([0, 9], [0, 1, 3, 9], [0, 5, 6, 9], list(range(10))):
+        parts = [Batch.from_data_list(structures[a:b]) for a, b in pairwise(cuts)]
+        strategy = TrainingStrategy(
+            model,
+            OptimizerConfig(torch.optim.SGD, {"lr": 0.0}),
+            (lambda predictions, batch: loss(predictions, batch)) if as_function else loss,
+            num_epochs=1,
+            validation_config=ValidationConfig(parts),
+        )
+        summary = strategy.validate()
+        assert summary["loss"] == pytest.approx(expected.total.item(), rel=1e-12)
+        assert summary["components"] == pytest.approx({k: v.item() for k, v in expected.components.items()})
+
+
+def test_what_a_function_adds_to_the_components_counts_in_validation(toys):
+    term = EnergyMAELoss()
+
+    def with_penalty(predictions, batch):
+        output = term(predictions, batch)
+        output.total = output.total + 2.0
+        return output
+
+    data = toys.molecules(2)
+    model, config = DemoModelWrapper(), OptimizerConfig(torch.optim.SGD, {"lr": 0.0})
+    summary = TrainingStrategy(
+        model, config, with_penalty, num_epochs=1, validation_config=ValidationConfig(data)
+    ).validate()
+    assert summary["loss"] == pytest.approx(summary["components"]["energy_mae"] + 2.0)
+
+
+def test_validation_data_without_any_label_are_an_error_that_names_it(toys):
+    structures = _with_missing_labels(toys)[:6]
+    loss = EnergyMAELoss(ignore_nonfinite=True) + StressMSELoss(ignore_nonfinite=True)
+    strategy = TrainingStrategy(
+        _Constant(),
+        OptimizerConfig(torch.optim.SGD, {"lr": 0.0}),
+        loss,
+        num_epochs=1,
+        validation_config=ValidationConfig([Batch.from_data_list(structures)]),
+    )
+    with pytest.raises(ValueError, match="no structure of validation_data has a finite label 'stress'"):
+        strategy.validate()
+
+
+# ---------------------------------------------------------------------- stopping and going on
+def test_a_further_run_goes_on_after_a_stop(toys):
+    def stop(ctx):
+        if ctx.batch_count == 3:
+            ctx.workflow.request_stop("enough")
+
+    strategy = toys.slope_strategy([At(Stage.AFTER_BATCH, stop)], num_epochs=2)
+    batches = [toys.batch_of(x) for x in (1, 2, 3, 4)]
+    strategy.run(batches)
+    assert (strategy.step_count, strategy.stop_reason) == (3, "enough")
+    strategy.run(batches)
+    assert (strategy.step_count, strategy.epoch_count, strategy.stop_reason) == (8, 2, None)
+
+
+def test_early_stopping_stops_a_further_run_at_the_first_validation_without_progress(toys):
+    config = ValidationConfig([toys.batch_of(1.0)])
+    strategy = toys.slope_strategy(
+        [EarlyStoppingHook(patience=2)], lr=0.0, num_epochs=9, validation_config=config
+    )
+    epochs = []
+    for _ in range(3):
+        strategy.run([toys.batch_of(1.0)])
+        epochs.append(strategy.epoch_count)
+    assert epochs == [3, 4, 5]
+    assert "4 validations" in strategy.stop_reason
+    strategy.save_checkpoint("stopped")
+    other = toys.slope_strategy(
+        [EarlyStoppingHook(patience=2)], lr=0.0, num_epochs=9, validation_config=config
+    )
+    other.restore_checkpoint("stopped")
+    other.run([toys.batch_of(1.0)])
+    assert other.epoch_count == 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"every_n_epochs": 0}, {"every_n_steps": 0}, {"use_ema": "yes"}, {"use_mixed_precision": "no"}],
+)
+def test_validation_options_that_mean_nothing_are_refused(toys, options):
+    with pytest.raises(ValidationError, match=next(iter(options))):
+        ValidationConfig([toys.batch_of(1.0)], **options)
+
+
+def test_loader_with_more_batches_than_it_says_is_warned_of(toys):
+    class Loader(list):
+        def __len__(self):
+            return 2
+
+    loader = Loader(toys.batch_of(x) for x in (1, 2, 3, 4))
+    with pytest.warns(UserWarning, match="gave 4 batches instead of the 2 it said.*closed early"):
+        toys.slope_strategy().run(loader)

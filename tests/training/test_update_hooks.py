@@ -7,6 +7,7 @@ import torch
 
 from nvalchemi.hooks import Hook, TrainContext
 from nvalchemi.training import TrainingStage
+from nvalchemi.training._steps import steps_made
 from nvalchemi.training.hooks import (
     GradientClipHook,
     MixedPrecisionHook,
@@ -309,6 +310,23 @@ def test_scheduler_advances_only_with_its_own_optimizer():
     assert schedulers[1].get_last_lr() == [0.05]
     assert a.item() == pytest.approx(0.8)
     assert b.item() == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("hooks", [[], [MixedPrecisionHook("fp16")]])
+def test_optimizer_without_any_gradient_makes_no_step_in_either_precision(hooks):
+    a, b = (torch.nn.Parameter(torch.tensor(1.0)) for _ in range(2))
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in (a, b)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in optimizers]
+    before = [steps_made(each) for each in optimizers]
+    ctx = TrainContext(batch=None, optimizers=optimizers, lr_schedulers=schedulers)
+    update = TrainingUpdateOrchestrator(*hooks)
+    step(update, ctx, a * 1.0)
+    assert [steps_made(each) - n for each, n in zip(optimizers, before, strict=True)] == [1, 0]
+    assert [each.get_last_lr() for each in schedulers] == [[0.05], [0.1]]
+    assert not update.optimizer_step_skipped
+    other = torch.nn.Parameter(torch.tensor(1.0))
+    step(update, ctx, other * 1.0)
+    assert update.optimizer_step_skipped
 
 
 @pytest.mark.parametrize("fused", [False, True])

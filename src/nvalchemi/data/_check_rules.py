@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nvalchemi.data.batch import Batch
+from nvalchemi.data.overlaps import closest_pairs
 
 # Kind, severity, message, structures.
 Finding = tuple[str, Literal["error", "warning"], str, tuple[int, ...]]
@@ -126,28 +127,11 @@ class Overlaps(Rule):
         self._closest = (np.inf, -1)
 
     def see(self, numbers: np.ndarray, batch: Batch) -> None:
-        """Search all pairs closer than half the sum of the largest covalent radii with one tree for the batch."""
-        from ase.data import covalent_radii
-        from scipy.spatial import KDTree
-
-        if batch.num_nodes == 0:
-            return
-        radii = _OVERLAP * covalent_radii[batch.atomic_numbers.cpu().numpy()]
-        radius = 2 * float(radii.max())
-        graph, position, atom = _with_images(batch, radius)
-        finite = np.isfinite(position).all(axis=1)
-        graph, position, atom = graph[finite], position[finite], atom[finite]
-        # Graphs lie apart along a fourth axis, so that one search serves all.
-        points = np.concatenate([position, 2 * radius * graph[:, None]], axis=1)
-        pairs = KDTree(points).query_pairs(radius, output_type="ndarray")
-        i, j = pairs[:, 0], pairs[:, 1]
-        distance = np.linalg.norm(points[i] - points[j], axis=1)
-        close = distance < radii[atom[i]] + radii[atom[j]]
-        if close.any():
-            self._found += numbers[np.unique(graph[i[close]])].tolist()
-            nearest = int(np.argmin(np.where(close, distance, np.inf)))
-            if distance[nearest] < self._closest[0]:
-                self._closest = float(distance[nearest]), int(numbers[graph[i[nearest]]])
+        """Find the closest atoms of every structure."""
+        for graph, distance in closest_pairs(batch, _OVERLAP).items():
+            self._found.append(int(numbers[graph]))
+            if distance < self._closest[0]:
+                self._closest = distance, int(numbers[graph])
 
     def problems(self) -> list[Finding]:
         """Structures with overlapping atoms, and the smallest distance."""
@@ -157,38 +141,6 @@ class Overlaps(Rule):
         count = len(self._found)
         text = f"overlapping atoms in {count} structure(s), the closest {distance:.3f} Å apart in structure {number}"
         return [("overlap", "error", text, tuple(self._found))]
-
-
-def _with_images(batch: Batch, radius: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Graph, position and number of every atom and of those periodic images that lie within ``radius`` of its cell."""
-    graph = batch.batch_idx.cpu().numpy()
-    position = batch.positions.detach().cpu().double().numpy()
-    atom = np.arange(len(position))
-    if "cell" not in batch or "pbc" not in batch:
-        return graph, position, atom
-    cell = batch.cell.detach().cpu().double().numpy()
-    pbc = batch.pbc.cpu().numpy() & (np.abs(np.linalg.det(cell)) > 1e-6)[:, None]
-    inverse = np.zeros_like(cell)
-    valid = pbc.any(axis=1) & np.isfinite(cell).all(axis=(1, 2))
-    inverse[valid] = np.linalg.inv(cell[valid])
-    fractional = np.einsum("ni,nij->nj", position, inverse[graph])
-    # 1 / height of the cell along each vector is the norm of a column of its inverse.
-    margin = np.minimum(radius * np.linalg.norm(inverse, axis=1), 1.0)[graph]
-    shift = np.where(pbc[graph], -np.floor(fractional), 0.0)
-    shift[~np.isfinite(shift)] = 0.0
-    fractional += shift
-    position = position + np.einsum("ni,nij->nj", shift, cell[graph])
-    out = [(graph, position, atom)]
-    for image in np.ndindex(3, 3, 3):
-        move = np.array(image) - 1
-        if not move.any():
-            continue
-        moved = fractional + move
-        within = pbc[graph] & (moved >= -margin) & (moved <= 1 + margin)
-        near = (within | (move == 0)).all(axis=1)
-        out.append((graph[near], position[near] + move @ cell[graph[near]], atom[near]))
-    graph, position, atom = (np.concatenate(parts) for parts in zip(*out, strict=True))
-    return graph, position, atom
 
 
 class OutlierForces(Rule):

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -77,13 +77,18 @@ class CheckReport:
         return out
 
 
-def check_dataset(source: "str | os.PathLike[str] | StructureDataset") -> CheckReport:
+def check_dataset(
+    source: "str | os.PathLike[str] | StructureDataset",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> CheckReport:
     """Look through a dataset once for faults that spoil a training.
 
     Parameters
     ----------
     source : path or StructureDataset
         A file in any format that this package reads, or a dataset.
+    on_progress : callable, optional
+        Called as the work goes on with the number of structures looked at and that of all.
 
     Returns
     -------
@@ -126,6 +131,8 @@ def check_dataset(source: "str | os.PathLike[str] | StructureDataset") -> CheckR
         fields.update(dict.fromkeys(batch.keys(), batch.num_graphs))
         for rule in rules:
             rule.see(numbers, batch)
+        if on_progress is not None:
+            on_progress(int(numbers[-1]) + 1, len(dataset))
     _summarise(report, sizes, elements, fields)
     report.problems = [Problem("unreadable", "error", text) for text in unread]
     if broken:

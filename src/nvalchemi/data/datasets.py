@@ -5,16 +5,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from nvalchemi.data._numbers import Indices, position, positions
 from nvalchemi.data.atomic_data import AtomicData
 from nvalchemi.data.batch import Batch
 
-Indices = Sequence[int] | np.ndarray | Tensor
 Missing = Literal["error", "fill"]
 
 
@@ -106,28 +105,10 @@ class StructureDataset(ABC):
         return Subset(self, indices)
 
     def _position(self, index: int) -> int:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"structure {index} is out of range: the dataset has {len(self)}")
-        return index % len(self)
+        return position(index, len(self), "the dataset")
 
     def _positions(self, indices: Indices) -> np.ndarray:
-        idx = np.asarray(indices)
-        if idx.dtype == np.bool_:
-            if idx.shape != (len(self),):
-                raise IndexError(
-                    f"a mask over structures must have shape [{len(self)}], got {list(idx.shape)}"
-                )
-            return np.flatnonzero(idx)
-        if idx.size == 0:
-            return np.zeros(0, dtype=np.int64)
-        if idx.ndim != 1 or idx.dtype.kind not in "iu":
-            raise IndexError(
-                f"structures are chosen by a 1-D integer or boolean index, got {list(idx.shape)} of {idx.dtype}"
-            )
-        low, high = int(idx.min()), int(idx.max())
-        if low < -len(self) or high >= len(self):
-            self._position(low if low < -len(self) else high)
-        return np.where(idx < 0, idx + len(self), idx).astype(np.int64)
+        return positions(indices, len(self), "the dataset")
 
 
 class InMemoryDataset(StructureDataset):
@@ -169,6 +150,24 @@ class InMemoryDataset(StructureDataset):
         )
         vars(batch)["_info"] = [dict(info) for info in batch.info]
         return batch
+
+
+def as_dataset(data: Any) -> StructureDataset:
+    """A dataset as it is; structures in a list, tuple or batch as an :class:`InMemoryDataset`.
+
+    Raises
+    ------
+    TypeError
+        Anything else.
+    """
+    if isinstance(data, StructureDataset):
+        return data
+    if isinstance(data, list | tuple | Batch):
+        return InMemoryDataset(cast("list[AtomicData] | tuple[AtomicData, ...] | Batch", data))
+    hint = f": Dataset({str(data)!r}) opens a file or store" if isinstance(data, str | os.PathLike) else ""
+    raise TypeError(
+        f"a dataset, or structures in a list or Batch, is needed, got {type(data).__name__}{hint}"
+    )
 
 
 class Subset(StructureDataset):
@@ -369,7 +368,7 @@ def _open_source(path: Any, dtype: torch.dtype | None, options: dict[str, Any]) 
 
 # ---------------------------------------------------------------------- splits
 def split(
-    dataset: StructureDataset,
+    dataset: StructureDataset | Sequence[AtomicData] | Batch,
     fractions: Mapping[str, float],
     *,
     by: str | Callable[[AtomicData], Hashable] | Sequence[Hashable] | None = None,
@@ -379,7 +378,7 @@ def split(
 
     Parameters
     ----------
-    dataset : StructureDataset
+    dataset : StructureDataset, list of AtomicData, or Batch
         What to divide.
     fractions : mapping of str to float
         Share of each part by name; they sum to 1.
@@ -406,6 +405,7 @@ def split(
     shares = np.array(list(fractions.values()), dtype=float)
     if len(shares) == 0 or (shares < 0).any() or abs(shares.sum() - 1) > 1e-6:
         raise ValueError(f"fractions must be at least 0 and sum to 1, got {dict(fractions)}")
+    dataset = as_dataset(dataset)
     rng = np.random.default_rng(seed)
     n = len(dataset)
     if by is None:

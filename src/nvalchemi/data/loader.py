@@ -1,6 +1,7 @@
 """Batches for training: :class:`DataLoader`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import get_worker_info
 from nvalchemi.data._transfer import PackedBatch, pack, unpack
 from nvalchemi.data.atomic_data import AtomicData
 from nvalchemi.data.batch import Batch
-from nvalchemi.data.datasets import Missing, StructureDataset
+from nvalchemi.data.datasets import Missing, StructureDataset, as_dataset
 from nvalchemi.data.samplers import (
     Batcher,
     BudgetBatcher,
@@ -35,8 +36,8 @@ class DataLoader:
 
     Parameters
     ----------
-    dataset : StructureDataset
-        Where the structures come from.
+    dataset : StructureDataset, list of AtomicData, or Batch
+        Where the structures come from; those of a list or batch are held in an :class:`InMemoryDataset`.
     batch_size : int, default 32
         Structures per batch; not used with a budget.
     shuffle : bool, default False
@@ -85,18 +86,17 @@ class DataLoader:
     Examples
     --------
     >>> import torch
-    >>> from nvalchemi.data.datasets import InMemoryDataset
     >>> atoms = [
     ...     AtomicData(positions=torch.zeros(1, 3), atomic_numbers=torch.tensor([z])) for z in range(1, 6)
     ... ]
-    >>> loader = DataLoader(InMemoryDataset(atoms), batch_size=2)
+    >>> loader = DataLoader(atoms, batch_size=2)
     >>> [batch.atomic_numbers.tolist() for batch in loader]
     [[1, 2], [3, 4], [5]]
     """
 
     def __init__(
         self,
-        dataset: StructureDataset,
+        dataset: StructureDataset | Sequence[AtomicData] | Batch,
         batch_size: int = 32,
         *,
         shuffle: bool = False,
@@ -120,12 +120,16 @@ class DataLoader:
     ) -> None:
         if sampler is not None and shuffle:
             raise ValueError("give either sampler or shuffle=True: a sampler decides the order")
+        dataset = as_dataset(dataset)
         self.dataset, self.seed = dataset, seed
         sampler = sampler or _sampler(dataset, shuffle, seed)
         if batcher is None and (max_atoms is not None or max_edges is not None):
             edges = None if max_edges is None else dataset.num_edges() if num_edges is None else num_edges
             batcher = BudgetBatcher(dataset.num_nodes(), edges, max_atoms=max_atoms, max_edges=max_edges)
-        batcher = batcher or FixedBatcher(batch_size, drop_last=drop_last)
+        self._smallest = 1  # structures of a batch that drop_last keeps
+        if batcher is None:
+            batcher = FixedBatcher(batch_size, drop_last=drop_last)
+            self._smallest = batch_size
         source = _Source(dataset, tuple(transforms), tuple(batch_transforms), missing, dtype, seed)
         self._requests = _Requests(sampler, batcher, drop_last)
         self._count: tuple[int, int] | None = None
@@ -169,6 +173,7 @@ class DataLoader:
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in 0 … world_size − 1, got rank {rank} of {world_size}")
+        self._requests.check_not_empty(self._smallest, world_size)
         self._requests.rank, self._requests.world_size, self._requests.even = rank, world_size, even
         self._count = None
 
@@ -251,6 +256,15 @@ class _Requests:
         self.rank, self.world_size, self.even = 0, 1, False
         self.epoch = self.first = 0
 
+    def check_not_empty(self, batch_size: int, world_size: int) -> None:
+        n = len(self._sampler)
+        if self._drop_last and n < batch_size * world_size:
+            ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
+            raise ValueError(
+                f"drop_last=True leaves out all batches: an epoch has {n} structures, fewer than one batch of "
+                f"{batch_size}{ranks}"
+            )
+
     def batches(self, epoch: int) -> Iterator[np.ndarray]:
         batches = self._batcher.cut(self._sampler.order(epoch))
         first: list[np.ndarray] = []
@@ -299,22 +313,34 @@ class _Source(TorchDataset[Batch]):
                 int(np.random.SeedSequence([self._seed, epoch, number]).generate_state(1, np.uint64)[0])
             )
             if self._transforms:
-                structures = [self._transformed(self._dataset[int(i)]) for i in indices]
+                structures = [self._transformed(int(i)) for i in indices]
                 batch = Batch.from_data_list(structures, missing=self._missing)
             else:
                 batch = self._dataset.read(indices, missing=self._missing)
             batch = self._converted(batch)
-            for transform in self._batch_transforms:
-                batch = transform(batch)
+            with _transforming(f"a batch of the structures {indices.tolist()}"):
+                for transform in self._batch_transforms:
+                    batch = transform(batch)
         return batch
 
-    def _transformed(self, data: AtomicData) -> AtomicData:
-        for transform in self._transforms:
-            data = transform(data)
+    def _transformed(self, index: int) -> AtomicData:
+        data = self._dataset[index]
+        with _transforming(f"structure {index}"):
+            for transform in self._transforms:
+                data = transform(data)
         return data
 
     def _converted(self, batch: Batch) -> Batch:
         return batch if self._dtype is None else batch.to(dtype=self._dtype)
+
+
+@contextmanager
+def _transforming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by a transform of {name}")
+        raise
 
 
 def _as_is(batch: Batch | PackedBatch) -> Batch | PackedBatch:

@@ -200,8 +200,8 @@ class FixedBatcher(Batcher):
     """
 
     def __init__(self, batch_size: int, *, drop_last: bool = False) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if not isinstance(batch_size, int | np.integer) or isinstance(batch_size, bool) or batch_size < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
         self._batch_size, self._drop_last = batch_size, drop_last
 
     def cut(self, order: np.ndarray) -> Iterator[np.ndarray]:

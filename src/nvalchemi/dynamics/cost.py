@@ -30,6 +30,8 @@ _AS_GOOD = 1.03
 _CLEARLY_SLOWER = 1.2
 _FAR_BEYOND_BEST = 8
 _TRIAL_SECONDS = 0.1
+_LARGEST = 2**62
+"""No number of a trial can be as large."""
 _SHARE_OF_MEMORY = {"cuda": 0.8, "cpu": 0.4}
 """What an evaluation may take. On the CPU only what is kept for the derivatives is counted, not what is in use."""
 
@@ -63,7 +65,7 @@ class EvaluationCost:
     trials : mapping of int to Trial
         By size: the bound on edges that the evaluation was to fill.
     complete : bool
-        Larger sizes need no trial: they are slower, or do not fit into memory.
+        Larger sizes need no trial: they are slower. That they do not fit into memory may be different next time.
     """
 
     def __init__(self, trials: Mapping[int, Trial] | None = None, complete: bool = False) -> None:
@@ -116,7 +118,7 @@ class EvaluationCost:
         return PieceBound(best, per_atom, per_edge, free)
 
     def measure(self, evaluate: Evaluate, sample: Sample, total: int) -> "EvaluationCost":
-        """Try sizes until larger ones are clearly slower, or all of ``total`` edges fit into one evaluation.
+        """Try sizes until larger ones are clearly slower or too large for the memory, or up to ``total`` edges.
 
         Parameters
         ----------
@@ -138,7 +140,6 @@ class EvaluationCost:
             if size not in self.trials and (batches := sample(size)) is not None:
                 trial = _try(evaluate, *batches, relative if self.trials else None)
                 if trial is None:
-                    self.complete = True
                     break
                 self.trials[size] = trial
             best = self.best_size
@@ -167,10 +168,13 @@ class EvaluationCost:
                 for size, (atoms, edges, seconds, taken, relative) in stored["trials"].items()
             }
             sound = all(
-                0 < value < math.inf for t in trials.values() for value in (t.edges, t.seconds, t.relative)
+                SMALLEST_SIZE <= size < _LARGEST
+                and 0 <= t.bytes < _LARGEST
+                and all(0 < value < _LARGEST for value in (t.atoms, t.edges, t.seconds, t.relative))
+                for size, t in trials.items()
             )
-            return cls(trials, bool(stored["complete"])) if sound else cls()
-        except (TypeError, KeyError, ValueError, AttributeError):
+            return cls(trials, bool(stored["complete"]) and bool(trials)) if sound else cls()
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
             return cls()
 
 

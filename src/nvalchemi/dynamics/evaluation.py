@@ -161,7 +161,7 @@ class PieceEvaluator:
         """What ``"auto"`` has found."""
         self._covered = 0
         self._memory_limit: int | None = None
-        """Edges, half of those of a piece that did not fit."""
+        """Edges, half of those of the smallest piece that did not fit."""
         self._pieces: list[_Piece] = []
         self._objects: tuple[object, ...] = ()
         self._versions: tuple[object, ...] = ()
@@ -298,7 +298,9 @@ class PieceEvaluator:
         up_to = edges_per_graph(piece.batch).cumsum(0)
         total = int(up_to[-1])
         middle = min(max(int((up_to <= total // 2).sum()), 1), piece.graphs.shape[0] - 1)
-        self._memory_limit = max(total // 2, 1)
+        half = max(total // 2, 1)
+        # Pieces that were cut before the limit was found may be larger than it.
+        self._memory_limit = half if self._memory_limit is None else min(half, self._memory_limit)
         logger.warning(
             "an evaluation of %d edges does not fit into the memory of %s: at most %d from now on",
             total, batch.device, self._memory_limit,

@@ -167,6 +167,9 @@ class HostMemory:
     ----------
     capacity : int, optional
         Number of structures it takes; default any number.
+    order : {"arrival", "system_id"}, default "arrival"
+        Order in which they are read. Structures of a run with a sampler are done in any order; ``"system_id"`` gives
+        them back in that of the data set (several frames of one structure stay as they were written).
 
     Examples
     --------
@@ -180,8 +183,10 @@ class HostMemory:
     (1, 1, 0)
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = _checked_capacity(capacity)
+    def __init__(self, capacity: int | None = None, *, order: str = "arrival") -> None:
+        if order not in ("arrival", "system_id"):
+            raise ValueError(f"order must be 'arrival' or 'system_id', got {order!r}")
+        self.capacity, self.order = _checked_capacity(capacity), order
         self._parts: list[Batch] = []
 
     @property
@@ -203,10 +208,15 @@ class HostMemory:
             self._parts.append(chosen.cpu())
 
     def read(self) -> Batch:
-        """All structures as one batch."""
+        """All structures as one batch, in the ``order`` chosen."""
         if not self._parts:
             raise ValueError("the sink is empty")
-        return Batch.from_data_list(self._parts, missing="fill")
+        batch = Batch.from_data_list(self._parts, missing="fill")
+        if self.order == "arrival":
+            return batch
+        if "system_id" not in batch:
+            raise ValueError("structures without system_id cannot be put into the order of their system_id")
+        return batch.index_select(torch.argsort(batch.system_id[:, 0], stable=True))
 
     def drain(self) -> Batch:
         """All structures as one batch; they are forgotten here."""
@@ -319,7 +329,8 @@ class ZarrData:
         Number of structures it takes; default any number.
     config : mapping, optional
         Options of :class:`nvalchemi.data.zarr.AtomicDataZarrWriter`. With ``{"mode": "w"}`` what is there is
-        replaced; by default it is kept and counts towards the capacity. What waits in memory (at most
+        replaced; otherwise it is kept and counts towards the capacity. By default a run that would begin a system
+        again that is there already is refused; ``{"mode": "a"}`` appends it all the same. What waits in memory (at most
         ``buffer_seconds``) is written when the run ends, also after an error.
 
     Notes
@@ -337,6 +348,8 @@ class ZarrData:
         self.store = store
         self.capacity = _checked_capacity(capacity)
         self._options = dict(config or {})
+        # Whether to refuse systems that are there: unless the mode was chosen, and not after a restart.
+        self._new_systems_only = "mode" not in self._options
         self._mode: Literal["a", "w", "x"] = self._options.pop("mode", "a")
         self._writer: AtomicDataZarrWriter | None = None
         # Frames by (system_id, system_step) that a restarted run will make once more.
@@ -365,7 +378,22 @@ class ZarrData:
             chosen = chosen.index_select(torch.tensor([frame not in self._there for frame in frames]))
             self._there.difference_update(frames)
         if chosen.num_graphs > 0:
+            if self._new_systems_only:
+                self._check_systems_are_new(chosen)
+                self._new_systems_only = False
             self._opened().append(chosen.cpu())
+
+    def _check_systems_are_new(self, batch: Batch) -> None:
+        """Refuse a second run of systems that the store has, which no reader could tell from the first."""
+        reader = self._reader()
+        last = {} if reader is None else reader.last_steps()
+        for system, step in _frame_names(batch.get("system_id"), batch.get("system_step")):
+            if step <= last.get(system, -1):
+                raise ValueError(
+                    f"{self.store} has frames of system_id {system} up to step {last[system]}, and another run would "
+                    f"write its step {step}: choose another store, replace this one with config={{'mode': 'w'}}, give "
+                    "the structures a system_id of their own, or append all the same with config={'mode': 'a'}"
+                )
 
     def read(self) -> Batch:
         """All structures of the store as one batch."""
@@ -401,7 +429,7 @@ class ZarrData:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the store; frames written since the state was saved will not be written again."""
-        self._mode = "a"
+        self._mode, self._new_systems_only = "a", False
         reader = self._reader()
         held = 0 if reader is None else len(reader)
         if reader is None or held <= state["count"]:

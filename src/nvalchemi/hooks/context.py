@@ -82,8 +82,12 @@ class TrainContext(HookContext):
         Its terms by name.
     unweighted_losses : Mapping or None
         The same before weighting; ``None`` with a loss function that has no weights.
+    loss_output : LossOutput or None
+        What a loss of :mod:`nvalchemi.training.losses` returned; ``None`` for a function that gives a tensor.
     raw_loss : Tensor or None
         From ``DO_BACKWARD`` on, the loss as it was before update hooks scaled or weighted it.
+    step_made : bool or None
+        From ``AFTER_OPTIMIZER_STEP`` on, whether an optimizer really stepped in this batch; ``None``: not known.
     gradient_norm : float or None
         Norm of all gradients before a step, as a hook found it that then changed them (clipping).
     models : Mapping or None
@@ -91,7 +95,8 @@ class TrainContext(HookContext):
     optimizers, lr_schedulers : sequence
         Optimizers and learning-rate schedulers.
     gradients : Mapping or None
-        Gradients by parameter name where a hook asked for them.
+        From ``AFTER_BACKWARD`` on, gradients by name of the parameter (of several models ``"<model>.<parameter>"``),
+        as they stand when they are read: with a gradient scaler, scaled until just before the step.
     grad_scaler : torch.amp.GradScaler or None
         Loss scaler of mixed precision.
     validation : Mapping or None
@@ -108,7 +113,9 @@ class TrainContext(HookContext):
     loss: torch.Tensor | None = None
     losses: Mapping[str, torch.Tensor] | None = None
     unweighted_losses: Mapping[str, torch.Tensor] | None = None
+    loss_output: Any = None
     raw_loss: torch.Tensor | None = None
+    step_made: bool | None = None
     gradient_norm: float | None = None
     models: Mapping[str, Any] | None = None
     optimizers: Sequence[Any] = field(default_factory=list)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor, nn
 
 from nvalchemi.data import Batch
-from nvalchemi.models.derivatives import derivatives_of_energy, graph_periodicity
+from nvalchemi.models.derivatives import derivatives_of_energy, first_without_volume, graph_periodicity
 from nvalchemi.neighbors.config import NeighborConfig, NeighborListFormat
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class BaseModelMixin:
         if config.active_outputs is not None:
             if "stress" in config.active_outputs and not graph_periodicity(data).all_full:
                 raise ValueError(
-                    f"the stress of {_first_without_volume(data)} is undefined: it has no cell that is periodic in "
+                    f"the stress of {first_without_volume(data)} is undefined: it has no cell that is periodic in "
                     "three directions; take 'stress' out of active_outputs or give the structure a cell"
                 )
             return config.active_outputs
@@ -281,7 +281,7 @@ class BaseModelMixin:
         if self.model_config.needs_pbc and not periodicity.all_full:
             raise ValueError(
                 f"{type(self).__name__} needs cells that are periodic in three directions; "
-                f"{_first_without_volume(data)} has none"
+                f"{first_without_volume(data)} has none"
             )
         if not self.model_config.supports_pbc and periodicity.any_periodic:
             graph = int(data.pbc.any(1).nonzero()[0])
@@ -365,10 +365,3 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _first_without_volume(data: Batch) -> str:
-    if "cell" not in data:
-        return data.describe_graph(0)
-    full = data.pbc.all(1) & (torch.linalg.det(data.cell) != 0)
-    return data.describe_graph(int((~full).nonzero()[0]))

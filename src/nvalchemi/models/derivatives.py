@@ -207,6 +207,14 @@ def graph_periodicity(data: Batch) -> Periodicity:
     return periodicity
 
 
+def first_without_volume(data: Batch) -> str:
+    """Words for the first graph without a cell periodic in three directions; there must be one."""
+    if "cell" not in data or "pbc" not in data:
+        return data.describe_graph(0)
+    full = data.pbc.all(1) & (torch.linalg.det(data.cell) != 0)
+    return data.describe_graph(int((~full).nonzero()[0]))
+
+
 def _no_tensor() -> None:
     """Stands for a weak reference to a cell that does not exist."""
 

@@ -30,7 +30,8 @@ class MACEWrapper(nn.Module, BaseModelMixin):
     device : torch.device or str, optional
         Where the model is put; default: the CPU, or where a given model is.
     dtype : torch.dtype, optional
-        Precision of the network; default: that of its weights.
+        Precision of the network, also under autocast, whose mixtures of dtypes its layers refuse; default: that of its
+        weights.
 
     Raises
     ------
@@ -80,7 +81,8 @@ class MACEWrapper(nn.Module, BaseModelMixin):
     def forward(self, data: Batch) -> dict[str, Tensor]:
         """Energy, forces and stress of a batch."""
         check_elements(data, self.known_elements, self.name)
-        return self.differentiate(self.energies, data)
+        with torch.autocast(data.device.type, enabled=False):
+            return self.differentiate(self.energies, data)
 
     def energies(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         """Energy of each graph."""
@@ -119,7 +121,7 @@ class MACEWrapper(nn.Module, BaseModelMixin):
     def compute_embeddings(self, data: Batch) -> dict[str, Tensor]:
         """Features of each atom after every layer, equivariant ones included, and their sum over each graph."""
         check_elements(data, self.known_elements, self.name)
-        with torch.set_grad_enabled(self.keeps_graph):
+        with torch.set_grad_enabled(self.keeps_graph), torch.autocast(data.device.type, enabled=False):
             nodes = self._run(self.adapt_input(data))["node_feats"].to(data.dtype)
             graphs = nodes.new_zeros(data.num_graphs, nodes.shape[1]).index_add(0, data.batch_idx, nodes)
         return {"node_embeddings": nodes, "graph_embeddings": graphs}

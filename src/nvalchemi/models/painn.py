@@ -193,16 +193,19 @@ class PaiNN(nn.Module, BaseModelMixin):
         Raises
         ------
         ValueError
-            A safetensors file of something else.
+            A safetensors file of something else, or a damaged one.
         """
-        safe_open = import_extra(
-            "safetensors", extra="checkpoint", needed_by="PaiNN.from_checkpoint"
-        ).safe_open
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != "nvalchemi.PaiNN":
-                raise ValueError(f"{path} holds no PaiNN model: its header has {metadata or 'no metadata'}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        safetensors = import_extra("safetensors", extra="checkpoint", needed_by="PaiNN.from_checkpoint")
+        try:
+            with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != "nvalchemi.PaiNN":
+                    raise ValueError(
+                        f"{path} holds no PaiNN model: its header has {metadata or 'no metadata'}"
+                    )
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
         model = cls(**json.loads(metadata["architecture"]))
         model.load_state_dict(tensors, assign=True)
         return model.eval()

@@ -33,7 +33,8 @@ class SevenNetWrapper(nn.Module, BaseModelMixin):
     device : torch.device or str, optional
         Where the model is put; default: the CPU, or where a given model is.
     dtype : torch.dtype, default torch.float32
-        Precision of the network. Edge vectors are formed and energies summed in the batch's dtype and in float64.
+        Precision of the network, also under autocast, whose mixtures of dtypes its layers refuse. Edge vectors are
+        formed and energies summed in the batch's dtype and in float64.
 
     Raises
     ------
@@ -86,7 +87,8 @@ class SevenNetWrapper(nn.Module, BaseModelMixin):
     def forward(self, data: Batch) -> dict[str, Tensor]:
         """Energy, forces and stress of a batch."""
         check_elements(data, self.known_elements, self.name)
-        return self.differentiate(self.energies, data)
+        with torch.autocast(data.device.type, enabled=False):
+            return self.differentiate(self.energies, data)
 
     def energies(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         """Energy of each graph and of each atom."""
@@ -106,7 +108,7 @@ class SevenNetWrapper(nn.Module, BaseModelMixin):
         }
         if self.modal_index is not None:
             state["modal_type"] = inputs["batch_idx"].new_full((inputs["num_graphs"],), self.modal_index)
-        graph = self._fused_over(state["edge_index"], inputs["positions"])
+        graph = self._fused_over(state)
         for name, layer in self.model.named_children():
             if name == until:
                 break
@@ -127,11 +129,14 @@ class SevenNetWrapper(nn.Module, BaseModelMixin):
                 state[key] = state[key].to(dtype)
         return state
 
-    def _fused_over(self, edge_index: Tensor, positions: Tensor) -> Graph | None:
+    def _fused_over(self, state: dict[str, Tensor]) -> Graph | None:
         """Edges for the compiled convolutions; ``None`` where SevenNet's own have to be used."""
-        if self.keeps_graph or positions.device.type != "cpu" or not self._convolutions:
+        vectors = state["edge_vec"]
+        compiled = vectors.device.type == "cpu" and vectors.dtype in (torch.float32, torch.float64)
+        if self.keeps_graph or not compiled or not self._convolutions:
             return None
-        return Graph(source=edge_index[1], target=edge_index[0], num_atoms=positions.shape[0])
+        target, source = state["edge_index"]
+        return Graph(source, target, num_atoms=state["x"].shape[0])
 
     @property
     def embedding_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -144,7 +149,7 @@ class SevenNetWrapper(nn.Module, BaseModelMixin):
     def compute_embeddings(self, data: Batch) -> dict[str, Tensor]:
         """Features of each atom before the readout and their sum over each graph."""
         check_elements(data, self.known_elements, self.name)
-        with torch.set_grad_enabled(self.keeps_graph):
+        with torch.set_grad_enabled(self.keeps_graph), torch.autocast(data.device.type, enabled=False):
             nodes = self._run(self.adapt_input(data), until="reduce_input_to_hidden")["x"].to(data.dtype)
             graphs = nodes.new_zeros(data.num_graphs, nodes.shape[1]).index_add(0, data.batch_idx, nodes)
         return {"node_embeddings": nodes, "graph_embeddings": graphs}
@@ -159,7 +164,9 @@ class SevenNetWrapper(nn.Module, BaseModelMixin):
 
         # The state is that of the installed version: under the version it was trained with it would be converted again.
         config = {**self._checkpoint_config, "version": sevenn.__version__}
-        torch.save({"config": config, "model_state_dict": self.model.state_dict()}, path)
+        # A copy of the model, as that with averaged weights, has constants of the compiled code as buffers besides.
+        state = {k: v for k, v in self.model.state_dict().items() if "._tensor_constant" not in k}
+        torch.save({"config": config, "model_state_dict": state}, path)
 
 
 def _load_checkpoint(name: str | PathLike[str]) -> tuple[nn.Module, dict[str, Any]]:

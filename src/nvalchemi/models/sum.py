@@ -1,5 +1,7 @@
 """Sums of models: ``model_a + model_b``."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -28,7 +30,8 @@ class SumModel(nn.Module, BaseModelMixin):
 
     Notes
     -----
-    Members compute what their own ``active_outputs`` say; that of the sum only picks from it.
+    Members compute what their own ``active_outputs`` say; that of the sum only picks from it. ``gradient_keys`` of the
+    sum hold for its members too, while it is evaluated.
 
     Examples
     --------
@@ -65,7 +68,8 @@ class SumModel(nn.Module, BaseModelMixin):
         total: dict[str, Tensor] = {}
         for module in self.members:
             member = cast(BaseModelMixin, module)
-            outputs = member(self._with_own_list(member, data))
+            with _attached(member, self.model_config.gradient_keys):
+                outputs = member(self._with_own_list(member, data))
             for name in requested:
                 if name not in outputs:
                     raise ValueError(
@@ -84,6 +88,18 @@ class SumModel(nn.Module, BaseModelMixin):
         with torch.no_grad():
             compute_neighbors(copy, config=own)
         return copy
+
+
+@contextmanager
+def _attached(member: BaseModelMixin, keys: frozenset[str]) -> Iterator[None]:
+    """Inside the block a model also keeps the graph through these fields."""
+    own = member.model_config
+    if not keys <= own.gradient_keys:
+        member.model_config = own.model_copy(update={"gradient_keys": own.gradient_keys | keys})
+    try:
+        yield
+    finally:
+        member.model_config = own
 
 
 def _kind(config: NeighborConfig) -> tuple[NeighborListFormat, bool]:

@@ -36,6 +36,12 @@ class TrainingStage(Enum):
     ``DO_BACKWARD`` and ``DO_OPTIMIZER_STEP`` are slots: a hook that claims one replaces what stands beside
     it, and at most one registered hook may claim each. Without a claim the strategy does it itself.
 
+    The ``frequency`` of a hook counts optimizer steps, not batches: up to ``DO_OPTIMIZER_STEP`` those before the batch,
+    from ``AFTER_OPTIMIZER_STEP`` on with its own. With ``frequency=5`` a hook is called at ``AFTER_OPTIMIZER_STEP`` or
+    ``AFTER_BATCH`` after steps 5, 10, …, once each: batches that make no step (within an accumulation window, or
+    vetoed) are passed over there. With ``frequency=1`` it is called after every batch, and ``ctx.step_made`` says
+    whether that made a step.
+
     ``AFTER_BATCH`` and ``AFTER_EPOCH`` come last, validation included, so that what is written there (a
     checkpoint) is complete. ``AFTER_EPOCH`` is reached at the end of the data; training that ends by
     ``num_steps`` inside an epoch leaves that epoch open, to be continued.
@@ -76,3 +82,6 @@ UPDATE_STAGES = frozenset(
     }
 )
 """Stages that turn a loss into a change of weights; the update hooks live there."""
+
+AFTER_STEP = frozenset({TrainingStage.AFTER_OPTIMIZER_STEP, TrainingStage.AFTER_BATCH})
+"""Stages of a batch at which its own step, if it made one, is counted."""

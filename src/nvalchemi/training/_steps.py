@@ -1,11 +1,11 @@
 """Zeroing and stepping optimizers, and how to know that a step really ran."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -49,6 +49,39 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 def has_gradients(optimizer: Optimizer) -> bool:
     """Whether any parameter of the optimizer has a gradient."""
     return any(p.grad is not None for p in parameters_of([optimizer]))
+
+
+class Gradients(Mapping[str, Tensor]):
+    """Gradients of models by name of the parameter, looked up when they are asked for.
+
+    Examples
+    --------
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> layer(torch.ones(1, 1)).sum().backward()
+    >>> {name: gradient.tolist() for name, gradient in Gradients({"main": layer}).items()}
+    {'weight': [[1.0]], 'bias': [1.0]}
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self._models = models
+
+    def _present(self) -> dict[str, Tensor]:
+        several = len(self._models) > 1
+        return {
+            f"{key}.{name}" if several else name: parameter.grad
+            for key, model in self._models.items()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._present()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._present())
+
+    def __len__(self) -> int:
+        return len(self._present())
 
 
 def total_norm(gradients: list[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -100,7 +133,9 @@ def step_optimizers(
     schedulers: Sequence[LRScheduler | None],
     scaler: torch.amp.GradScaler | None = None,
 ) -> bool:
-    """Step each optimizer, then each scheduler whose optimizer really stepped.
+    """Step each optimizer that has gradients, then each scheduler whose optimizer really stepped.
+
+    An optimizer none of whose parameters took part in the batch would change nothing; its schedule waits.
 
     Parameters
     ----------
@@ -114,14 +149,14 @@ def step_optimizers(
     Returns
     -------
     bool
-        Whether a step really ran; a scaler leaves it out where gradients overflowed.
+        Whether a step really ran: there were gradients, and the scaler did not find that they overflowed.
     """
-    if scaler is None:
-        stepped = optimizers
-        for optimizer in optimizers:
-            optimizer.step()
+    stepped = [optimizer for optimizer in optimizers if has_gradients(optimizer)]
+    if scaler is not None:
+        stepped = _step_with_scaler(stepped, scaler)
     else:
-        stepped = _step_with_scaler(optimizers, scaler)
+        for optimizer in stepped:
+            optimizer.step()
     for scheduler in schedulers:
         if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
             continue
@@ -133,10 +168,8 @@ def step_optimizers(
 def _step_with_scaler(optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler) -> list[Optimizer]:
     """Optimizers that really stepped."""
     before = [steps_made(optimizer) for optimizer in optimizers]
-    # The scaler refuses an optimizer none of whose parameters took part in this batch.
-    active = [optimizer for optimizer in optimizers if has_gradients(optimizer)]
-    for optimizer in active:
+    for optimizer in optimizers:
         scaler.step(optimizer)
-    if active:
+    if optimizers:
         scaler.update()
     return [optimizer for optimizer, n in zip(optimizers, before, strict=True) if steps_made(optimizer) > n]

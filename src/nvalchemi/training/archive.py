@@ -31,7 +31,7 @@ from nvalchemi._tree import unflatten
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_TEMPORARY = re.compile(r"^\..+\.(tmp|old)-[0-9a-f]{32}$")
+_TEMPORARY = re.compile(r"^\.(?P<name>.+)\.(tmp|old)-[0-9a-f]{32}$")
 _log = logging.getLogger("nvalchemi.training")
 
 
@@ -104,7 +104,7 @@ def _replace(temporary: Path, path: Path) -> None:
     temporary.rename(path)
     _flush(path.parent)
     if replaced:
-        shutil.rmtree(old)
+        remove_checkpoint(old)
 
 
 def read_checkpoint(path: Path) -> Snapshot:
@@ -191,12 +191,21 @@ def _candidates(directory: Path) -> Iterator[Path]:
 
 
 def remove_remains(directory: Path) -> None:
-    """Remove what interrupted writes have left in a directory of checkpoints."""
-    if directory.is_dir():
-        for path in directory.iterdir():
-            if path.is_dir() and _TEMPORARY.match(path.name):
-                _log.info("removing %s, left by an interrupted write", path)
-                shutil.rmtree(path, ignore_errors=True)
+    """Remove what interrupted writes have left in a directory of checkpoints.
+
+    A checkpoint that had stepped aside for one that never came gets its name back.
+    """
+    if not directory.is_dir():
+        return
+    for path in newest_first(directory):
+        name = _TEMPORARY.match(path.name)
+        if name is not None and not (intact := directory / name["name"]).exists():
+            _log.info("bringing back %s, whose replacement was interrupted", intact)
+            path.rename(intact)
+    for path in directory.iterdir():
+        if path.is_dir() and _TEMPORARY.match(path.name):
+            _log.info("removing %s, left by an interrupted write", path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -104,10 +104,11 @@ class EpochPosition:
     def _count_down(self, iterator: Iterator[Batch], length: int) -> Iterator[tuple[Batch, bool]]:
         for batch in iterator:
             yield batch, self.batches >= length - 1
-        if self.batches < length:
+        if self.batches != length:
+            window = "left open" if self.batches < length else "closed early"
             warnings.warn(
                 f"the dataloader gave {self.batches} batches instead of the {length} it said: the last of the epoch "
-                "was not known as such, and an accumulation window may be left open",
+                f"was not known as such, and an accumulation window may be {window}",
                 UserWarning,
                 stacklevel=5,
             )

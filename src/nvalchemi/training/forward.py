@@ -60,16 +60,16 @@ def on_device(batch: Any, device: torch.device) -> Batch:
 
 def evaluate_function(
     loss_fn: Callable[..., Any], predictions: Mapping[str, Tensor], batch: Batch
-) -> tuple[Tensor, Mapping[str, Tensor]]:
+) -> tuple[Tensor, Mapping[str, Tensor], LossOutput | None]:
     """Loss of a function of the user's, which gives a scalar or a :class:`~nvalchemi.training.losses.LossOutput`."""
     total = loss_fn(predictions, batch)
     if isinstance(total, LossOutput):
-        return total.total, total.components
+        return total.total, total.components, total
     if not isinstance(total, Tensor) or total.numel() != 1:
         found = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise TypeError(f"loss_fn must give a scalar tensor, got {found}")
     total = total.reshape(())
-    return total, {"loss": total}
+    return total, {"loss": total}, None
 
 
 def why_not_finite(loss: ComposedLoss | None, ctx: TrainContext) -> str:

@@ -135,10 +135,22 @@ class OptimizerConfig(BaseModel):
         return optimizer, self.scheduler_cls(optimizer, **self.scheduler_kwargs)
 
     def metric(self, validation: Mapping[str, Any]) -> float:
-        """Number that the scheduler watches."""
-        if self.scheduler_metric_adapter is not None:
+        """Number that the scheduler watches.
+
+        Raises
+        ------
+        ValueError
+            The adapter asks for something that the validation does not give.
+        """
+        if self.scheduler_metric_adapter is None:
+            return float(validation["loss"])
+        try:
             return float(self.scheduler_metric_adapter(validation))
-        return float(validation["loss"])
+        except KeyError as error:
+            raise ValueError(
+                f"scheduler_metric_adapter asks for {error}; validation gives {', '.join(sorted(validation))}, and as "
+                f"components {', '.join(sorted(validation.get('components', ())))}"
+            ) from error
 
 
 def _check_arguments(cls: type, kwargs: Mapping[str, Any]) -> None:

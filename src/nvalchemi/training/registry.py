@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any, ClassVar
 
+from nvalchemi.data import Batch
 from nvalchemi.hooks import Hook, HookRegistryMixin
 from nvalchemi.training._stages import REPLACEMENT_SLOTS, UPDATE_STAGES, TrainingStage
 from nvalchemi.training.hooks.update import TrainingUpdateHook, TrainingUpdateOrchestrator
@@ -79,6 +80,13 @@ class UpdateHookRegistry(HookRegistryMixin):
     def update_hooks(self) -> Iterator[TrainingUpdateHook]:
         """Update hooks in the order in which they are called."""
         return iter(()) if self._update is None else self._update.iter_hooks()
+
+    def _call_hooks_of_every_batch(self, stage: Enum, batch: Batch | None) -> None:
+        """Call the hooks of ``stage`` that do not wait for a certain step, after a batch that made none."""
+        entry = self._table[stage]
+        hooks = () if entry is None else tuple(hook for hook in entry.hooks if hook.frequency == 1)
+        if hooks:
+            self._dispatch(hooks, stage, batch)
 
     def _check_update_hook(self, hook: TrainingUpdateHook, stage: Enum | None) -> None:
         if any(hook is other for other in self.update_hooks()):

@@ -17,8 +17,8 @@ from nvalchemi.data import Batch
 from nvalchemi.hooks import NeighborListHook, TrainContext
 from nvalchemi.hooks.protocols import Progress
 from nvalchemi.training import _ranks
-from nvalchemi.training._stages import TrainingStage
-from nvalchemi.training._steps import steps_made
+from nvalchemi.training._stages import AFTER_STEP, TrainingStage
+from nvalchemi.training._steps import Gradients, steps_made
 from nvalchemi.training.building import (
     as_composed,
     build_optimizers,
@@ -31,12 +31,17 @@ from nvalchemi.training.building import (
 from nvalchemi.training.epoch import EpochPosition, batches_per_epoch
 from nvalchemi.training.forward import evaluate_function, on_device, predict, why_not_finite
 from nvalchemi.training.hooks.update import TrainingUpdateOrchestrator
-from nvalchemi.training.losses import loss_from_spec
+from nvalchemi.training.losses import LossOutput, loss_from_spec
 from nvalchemi.training.optimizer_config import OptimizerConfig
 from nvalchemi.training.registry import UpdateHookRegistry, as_hooks
 from nvalchemi.training.saved import SavedStrategy
 from nvalchemi.training.spec import resolve
-from nvalchemi.training.validation import ValidationConfig, inference_models, validate
+from nvalchemi.training.validation import (
+    ValidationConfig,
+    check_validation_data,
+    inference_models,
+    validate,
+)
 
 # Float16 may overflow at each halving of its scale from 2^16 to 1 before the first step runs.
 _MAX_IDLE_EPOCHS = 20
@@ -98,6 +103,8 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
         Steps in the epoch that is under way.
     last_validation : dict or None
         Summary of the last validation.
+    stop_reason : str or None
+        Why the last run ended early, if it did.
 
     Examples
     --------
@@ -174,6 +181,7 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
         self._position = EpochPosition()
         self._epoch = self.epoch_count
         self._idle_epochs = 0
+        self._stop_requested = False  # and not restored
         self._rank, self._world_size = _ranks.rank(), _ranks.world_size()
         for hook in as_hooks(hooks):
             self.register_hook(hook)
@@ -291,6 +299,9 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
     def run(self, dataloader: Iterable[Batch]) -> None:
         """Train until ``num_epochs`` or ``num_steps`` is reached; after a restore, from where it was.
 
+        A further call goes on where a requested stop has ended the last one. Early stopping does not begin anew: it
+        stops again at the first validation without progress. A stop that is part of a restored state stays.
+
         Parameters
         ----------
         dataloader : iterable of Batch
@@ -300,7 +311,7 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
         ------
         ValueError
             The loader gives nothing, a batch lacks a label, the loss is not finite; no weight has changed by
-            that batch.
+            that batch. The validation data give nothing or lack a label; then no weight has changed at all.
 
         Warns
         -----
@@ -309,8 +320,12 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
         """
         with self._hooks_opened():
             self._dataloader = dataloader
+            if self._stop_requested:
+                self.stop_reason, self._stop_requested = None, False
             self.setup()
             self._warn_of_idle_schedulers()
+            if self.validation_config is not None:
+                check_validation_data(self, self.validation_config)
             self._set_training_mode()
             self._call_hooks(TrainingStage.BEFORE_TRAINING, None)
             while not self.finished:
@@ -346,7 +361,7 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
 
     def request_stop(self, reason: str) -> None:
         """End training after the current batch, or after the epoch when called at its end."""
-        self.stop_reason = reason
+        self.stop_reason, self._stop_requested = reason, True
 
     def _run_epoch(self) -> None:
         self._epoch = self.epoch_count
@@ -374,7 +389,8 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
         self._idle_epochs = 0 if self.epoch_step_count else self._idle_epochs + 1
         if self._idle_epochs > _MAX_IDLE_EPOCHS:
             raise RuntimeError(
-                f"no optimizer step ran in {self._idle_epochs} epochs: every one was vetoed or overflowed"
+                f"no optimizer step ran in {self._idle_epochs} epochs: every one was vetoed, overflowed or had no "
+                "gradients"
             )
         self._position.finish()
         interval = None if self.validation_config is None else self.validation_config.every_n_epochs
@@ -412,14 +428,16 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
             ctx.predictions = self.predict(self._called_models, cast(Batch, ctx.batch))
             self._stage(TrainingStage.AFTER_FORWARD)
             self._stage(TrainingStage.BEFORE_LOSS)
-            ctx.loss, ctx.losses, ctx.unweighted_losses = self._evaluate(
+            ctx.loss, ctx.losses, ctx.loss_output = self.evaluate_loss(
                 ctx.predictions, cast(Batch, ctx.batch)
             )
+            ctx.unweighted_losses = None if ctx.loss_output is None else ctx.loss_output.unweighted
             self._stage(TrainingStage.AFTER_LOSS)
             loss = self._checked_loss(ctx)
             self._stage(TrainingStage.BEFORE_BACKWARD)
             self._stage(TrainingStage.DO_BACKWARD)
             ctx.loss = loss  # hooks have scaled the one that was differentiated
+            ctx.gradients = Gradients(self.model_dict)
             self._stage(TrainingStage.AFTER_BACKWARD)
             self._stage(TrainingStage.BEFORE_OPTIMIZER_STEP)
             self._step(ctx)
@@ -437,14 +455,18 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
     def _stage(self, stage: TrainingStage) -> None:
         """Call the hooks of a stage; where no hook has claimed a part of the update, do that part."""
         ctx = cast(TrainContext, self._ctx)
-        self._call_hooks(stage, ctx.batch)
+        if stage in AFTER_STEP and not ctx.step_made:
+            self._call_hooks_of_every_batch(stage, ctx.batch)
+        else:
+            self._call_hooks(stage, ctx.batch)
         if stage in self._unclaimed:
             self._plain_update(ctx, stage)
 
     def _step(self, ctx: TrainContext) -> None:
         before = [steps_made(optimizer) for optimizer in self._optimizers]
         self._stage(TrainingStage.DO_OPTIMIZER_STEP)
-        if before != [steps_made(optimizer) for optimizer in self._optimizers]:
+        ctx.step_made = before != [steps_made(optimizer) for optimizer in self._optimizers]
+        if ctx.step_made:
             self.step_count += 1
             self.global_step_count += self._world_size
             self.epoch_step_count += 1
@@ -472,19 +494,12 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
 
     def evaluate_loss(
         self, predictions: Mapping[str, Tensor], batch: Batch
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Loss and its components with the weights of the present step and epoch."""
-        total, components, _ = self._evaluate(predictions, batch)
-        return total, components
-
-    def _evaluate(
-        self, predictions: Mapping[str, Tensor], batch: Batch
-    ) -> tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor] | None]:
-        """Loss, its components, and these before weighting where there are weights."""
+    ) -> tuple[Tensor, Mapping[str, Tensor], LossOutput | None]:
+        """Loss and its components with the weights of the present step and epoch, and what else the loss tells."""
         if self._loss is not None:
             output = self._loss(predictions, batch, step=self.step_count, epoch=self._epoch)
-            return output.total, output.components, output.unweighted
-        return *evaluate_function(self.loss_fn, predictions, batch), None
+            return output.total, output.components, output
+        return evaluate_function(self.loss_fn, predictions, batch)
 
     def _checked_loss(self, ctx: TrainContext) -> Tensor:
         loss = cast(Tensor, ctx.loss)
@@ -512,7 +527,8 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
         Returns
         -------
         dict
-            ``loss`` and ``components`` (means over structures), the errors that
+            ``loss`` and ``components`` (of all data as one batch; those of a function that gives a tensor are
+            averaged over structures), the errors that
             :class:`~nvalchemi.training.metrics.ErrorMetrics` describes (``energy_mae``, ``forces_rmse``, …),
             ``step_count`` and ``epoch``. Also in ``last_validation``, and in ``ctx.validation`` at
             ``AFTER_VALIDATION``.
@@ -520,7 +536,7 @@ class TrainingStrategy(BaseModel, UpdateHookRegistry, SavedStrategy):
         Raises
         ------
         ValueError
-            There is no ``validation_config``, or its data are empty.
+            There is no ``validation_config``, its data are empty or no structure has a label that the loss needs.
         """
         config = self.validation_config
         if config is None:

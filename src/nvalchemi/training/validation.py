@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, PositiveInt, StrictBool, model_validator
 from torch import Tensor, nn
 
 from nvalchemi.data import Batch
@@ -13,6 +13,7 @@ from nvalchemi.hooks.protocols import ValidationHook
 from nvalchemi.models.base import BaseModelMixin
 from nvalchemi.training import _ranks
 from nvalchemi.training.building import as_composed
+from nvalchemi.training.forward import on_device
 from nvalchemi.training.hooks.ema import EMAHook
 from nvalchemi.training.hooks.precision import MixedPrecisionHook
 from nvalchemi.training.losses import ComposedLoss
@@ -60,8 +61,8 @@ class ValidationConfig(BaseModel):
     every_n_epochs: PositiveInt | None = None
     every_n_steps: PositiveInt | None = None
     grad_mode: Literal["auto", "enabled", "disabled"] = "auto"
-    use_ema: bool | Literal["auto"] = "auto"
-    use_mixed_precision: bool | Literal["auto"] = "auto"
+    use_ema: StrictBool | Literal["auto"] = "auto"
+    use_mixed_precision: StrictBool | Literal["auto"] = "auto"
     batch_callback: Callable[[Batch, Mapping[str, Tensor]], Any] | None = None
     per_element: bool = False
     group_by: str | None = None
@@ -83,7 +84,7 @@ class ValidationConfig(BaseModel):
                 "validation_data is gone through at every validation: give a list or a loader, no iterator"
             )
         if given.get("every_n_steps") is None:
-            given["every_n_epochs"] = given.get("every_n_epochs") or 1
+            given["every_n_epochs"] = 1 if given.get("every_n_epochs") is None else given["every_n_epochs"]
         return given
 
     @model_validator(mode="after")
@@ -105,37 +106,43 @@ class ValidationConfig(BaseModel):
 
 
 class RunningLoss:
-    """Means of the loss and its components over structures, summed in float64."""
+    """Components of a loss as they would be of all data in one batch, summed in float64."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._count = 0
+        self._sums: dict[str, Tensor] = {}  # of values times counts, and of counts: [2]
 
-    def update(self, values: Mapping[str, Tensor], num_graphs: int) -> None:
-        """Add the losses of a batch."""
+    def update(self, values: Mapping[str, Tensor], counts: Mapping[str, int | Tensor]) -> None:
+        """Add the losses of a batch, each a mean over so many labels or structures."""
         for name, value in values.items():
-            weighted = value.detach().to(torch.float64) * num_graphs
-            self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
-        self._count += num_graphs
+            value = value.detach().to(torch.float64)
+            count = torch.as_tensor(counts[name], dtype=torch.float64, device=value.device)
+            # No label, no value: 0 · NaN is NaN.
+            both = torch.stack([torch.where(count > 0, value * count, 0), count])
+            self._sums[name] = self._sums[name] + both if name in self._sums else both
 
-    def compute(self, device: torch.device) -> dict[str, float]:
-        """Means over all structures of all ranks.
+    def compute(self, device: torch.device, targets: Mapping[str, str]) -> dict[str, float]:
+        """Means over all ranks; ``targets`` has the names of the labels by component, for the error.
 
         Raises
         ------
         ValueError
-            There were none.
+            There was no batch, or not one label for a component.
         """
         # A rank may have had no batch at all; the names are those of the ranks that had some.
         names = _names_over_ranks(list(self._sums))
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        counts = torch.tensor(float(self._count), dtype=torch.float64, device=device)
-        sums = _ranks.sum_over_ranks(
-            torch.stack([*(self._sums.get(name, zero).to(device) for name in names), counts])
-        ).tolist()
-        if sums[-1] == 0:
+        if not names:
             raise ValueError("validation_data gave no batch")
-        return {name: value / sums[-1] for name, value in zip(names, sums[:-1], strict=True)}
+        zero = torch.zeros(2, dtype=torch.float64, device=device)
+        sums: list[list[float]] = _ranks.sum_over_ranks(
+            torch.stack([self._sums.get(name, zero).to(device) for name in names])
+        ).tolist()
+        for name, (_, count) in zip(names, sums, strict=True):
+            if count == 0:
+                raise ValueError(
+                    f"no structure of validation_data has a finite label {targets.get(name, name)!r}, so there is no "
+                    f"{name}: label some of them, or leave that term out of the loss"
+                )
+        return {name: value / count for name, (value, count) in zip(names, sums, strict=True)}
 
 
 def _names_over_ranks(names: list[str]) -> list[str]:
@@ -156,10 +163,36 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
+def check_validation_data(strategy: "TrainingStrategy", config: ValidationConfig) -> None:
+    """Look at the first batch, so that what is wrong with the data is known before any weight changes.
+
+    Raises
+    ------
+    TypeError
+        It is no batch.
+    ValueError
+        There is none, or it lacks a label that the loss needs.
+    """
+    device = strategy.devices[0]
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        batch = next(iter(config.validation_data), None)
+    if all(_ranks.gather(batch is None)):  # one rank may have no share
+        raise ValueError("validation_data gave no batch")
+    if batch is None:
+        return
+    loss, batch = as_composed(strategy.loss_fn), on_device(batch, device)
+    if loss is not None:
+        try:
+            loss.check_labels(batch)
+        except ValueError as error:
+            raise ValueError(f"validation_data: {error}") from error
+
+
 def validate(strategy: "TrainingStrategy", config: ValidationConfig) -> dict[str, Any]:
     """Go through the validation data once: mean loss, its components, errors."""
     models = inference_models(strategy, config.use_ema)
-    running, metrics = RunningLoss(), config.new_metrics(as_composed(strategy.loss_fn))
+    loss = as_composed(strategy.loss_fn)
+    running, metrics = RunningLoss(), config.new_metrics(loss)
     device = strategy.devices[0]
     watching = [hook for hook in strategy.hooks if isinstance(hook, ValidationHook)]
     # Validation must not change what training draws: a loader draws a number even when it does not shuffle.
@@ -169,16 +202,21 @@ def validate(strategy: "TrainingStrategy", config: ValidationConfig) -> dict[str
                 batch = strategy.prepare_validation_batch(batch)
                 predictions = strategy.predict(models, batch)
                 with torch.no_grad():
-                    total, components = strategy.evaluate_loss(predictions, batch)
-            running.update({"": total, **components}, batch.num_graphs)
+                    total, components, output = strategy.evaluate_loss(predictions, batch)
+            known = {} if output is None else output.counts
+            counts = dict.fromkeys(("", *components), batch.num_graphs) | known
+            # What is not in the components: only a function of the user's can add something.
+            rest = {} if loss is not None or output is None else {"": total - sum(components.values())}
+            running.update({**components, **rest}, counts)
             metrics.update(predictions, batch)
             for hook in watching:
                 hook.on_validation_batch(batch, metrics.labelled(predictions, batch))
             if config.batch_callback is not None:
                 config.batch_callback(batch, predictions)
     metrics.reduce_across_ranks()
-    components = running.compute(device)
-    return {"loss": components.pop(""), "components": components, **metrics.compute()}
+    means = running.compute(device, {} if loss is None else {t.name: t.target_key for t in loss.terms})
+    components = {name: mean for name, mean in means.items() if name}
+    return {"loss": sum(means.values()), "components": components, **metrics.compute()}
 
 
 def inference_models(

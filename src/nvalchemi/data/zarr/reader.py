@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nvalchemi.data._numbers import Indices, position, positions
 from nvalchemi.data.atomic_data import AtomicData
 from nvalchemi.data.batch import Batch
 from nvalchemi.data.schema import FIELDS, Level
@@ -190,16 +191,40 @@ class AtomicDataZarrReader:
         Raises
         ------
         ValueError
-            There is no frame of this system.
+            There is no frame of this system, or there are two of the same step: they are of two runs that were written
+            to one store, and no trajectory.
         """
         frames, ids = self._known("system_id")
         frames = frames[ids == system_id]
         if len(frames) == 0:
             raise ValueError(f"{self.path} has no frame of system_id {system_id}")
-        with_step, steps = self._known("system_step")
-        order = np.full(len(self), -1)
-        order[with_step] = steps
-        return frames[np.argsort(order[frames], kind="stable")]
+        steps = self._steps(frames)
+        order = np.argsort(steps, kind="stable")
+        frames, steps = frames[order], steps[order]
+        repeated = np.flatnonzero((steps[1:] == steps[:-1]) & (steps[1:] >= 0))
+        if len(repeated):
+            first = repeated[0]
+            raise ValueError(
+                f"{self.path}: frames {frames[first]} and {frames[first + 1]} are both step {steps[first]} of "
+                f"system_id {system_id}, so these are frames of several runs, and no trajectory; read them by "
+                "number"
+            )
+        return frames
+
+    def last_steps(self) -> dict[int, int]:
+        """Last ``system_step`` of each ``system_id``; −1 for a system whose frames say no step."""
+        frames, ids = self._known("system_id")
+        systems, which = np.unique(ids, return_inverse=True)
+        last = np.full(len(systems), -1)
+        np.maximum.at(last, which, self._steps(frames))
+        return dict(zip(systems.tolist(), last.tolist(), strict=True))
+
+    def _steps(self, frames: np.ndarray) -> np.ndarray:
+        """``system_step`` of frames, −1 where there is none."""
+        with_step, known = self._known("system_step")
+        steps = np.full(len(self), -1)
+        steps[with_step] = known
+        return steps[frames]
 
     def trajectory(
         self, system_id: int, *, on_error: Literal["raise", "skip"] = "raise"
@@ -239,17 +264,15 @@ class AtomicDataZarrReader:
     @overload
     def __getitem__(self, index: int) -> AtomicData: ...
     @overload
-    def __getitem__(self, index: slice | Sequence[int] | np.ndarray | Tensor) -> Batch: ...
-    def __getitem__(self, index: int | slice | Sequence[int] | np.ndarray | Tensor) -> AtomicData | Batch:
+    def __getitem__(self, index: slice | Indices) -> Batch: ...
+    def __getitem__(self, index: int | slice | Indices) -> AtomicData | Batch:
         if isinstance(index, int | np.integer):
             return self._one(self._position(int(index)))
         if isinstance(index, slice):
             return self.read(np.arange(len(self))[index])
         return self.read(index)
 
-    def read(
-        self, index: Sequence[int] | np.ndarray | Tensor, *, missing: Literal["error", "fill"] = "error"
-    ) -> Batch:
+    def read(self, index: Indices, *, missing: Literal["error", "fill"] = "error") -> Batch:
         """Many structures as one batch, in the order asked for, with as few reads as the chunks allow.
 
         Parameters
@@ -284,7 +307,7 @@ class AtomicDataZarrReader:
         scalars = frozenset(name for name, stored, _ in fields if stored.scalar)
         return Batch._make(ptr, edge_ptr if with_edges else None, levels, tensors, scalars, self._info(idx))
 
-    def read_parts(self, index: Sequence[int] | np.ndarray | Tensor) -> list[Batch]:
+    def read_parts(self, index: Indices) -> list[Batch]:
         """Many structures in as many batches as there are changes in the set of fields from one to the next."""
         return [self.read(part) for part in self._same_fields(self._index(index))]
 
@@ -399,7 +422,9 @@ class AtomicDataZarrReader:
                 array = self._group[path]
             # A damaged zarr.json raises whatever the JSON parser or Zarr make of it; it is named and chained.
             except Exception as error:
-                raise CorruptChunkError(f"{self.path}: array {path!r} cannot be opened: {error!r}") from error
+                raise CorruptChunkError(
+                    f"{self.path}: array {path!r} cannot be opened: {type(error).__name__}: {error}"
+                ) from error
             rows = ChunkedRows(self.path, path, array, self._record.arrays()[path], self._cache)
             self._arrays[path] = rows
         return rows
@@ -460,28 +485,13 @@ class AtomicDataZarrReader:
         return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
 
     def _position(self, index: int) -> int:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"structure {index} is out of range: {self.path} has {len(self)}")
-        return index % len(self)
+        return position(index, len(self), self.path)
 
-    def _index(self, index: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
-        idx = np.asarray(index)
-        if idx.dtype == np.bool_:
-            if idx.shape != (len(self),):
-                raise IndexError(
-                    f"a mask over structures must have shape [{len(self)}], got {list(idx.shape)}"
-                )
-            return np.flatnonzero(idx)
-        if idx.size == 0:
+    def _index(self, index: Indices) -> np.ndarray:
+        idx = positions(index, len(self), self.path)
+        if len(index) == 0:
             raise IndexError("no structures asked for; a batch has at least one")
-        if idx.ndim != 1 or idx.dtype.kind not in "iu":
-            raise IndexError(
-                f"structures are chosen by a 1-D integer or boolean index, got {list(idx.shape)} of {idx.dtype}"
-            )
-        low, high = int(idx.min()), int(idx.max())
-        if low < -len(self) or high >= len(self):
-            self._position(low if low < -len(self) else high)
-        return np.where(idx < 0, idx + len(self), idx).astype(np.int64)
+        return idx
 
     def __enter__(self) -> Self:
         return self

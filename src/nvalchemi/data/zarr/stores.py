@@ -59,7 +59,9 @@ def open_root(store: Any, name: str, *, mode: str = "r") -> Any:
         raise FileNotFoundError(f"no Zarr store at {name}") from error
     # A damaged zarr.json raises whatever the JSON parser or Zarr make of it; it is named and chained.
     except Exception as error:
-        raise CorruptChunkError(f"{name}: zarr.json of the store cannot be read: {error!r}") from error
+        raise CorruptChunkError(
+            f"{name}: zarr.json of the store cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def local_path(store: Any) -> Path | None:

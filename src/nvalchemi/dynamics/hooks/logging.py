@@ -21,7 +21,7 @@ from nvalchemi.dynamics.hooks._tensorboard import TensorBoardWriter
 from nvalchemi.dynamics.restart import cut_back, position_to_resume
 from nvalchemi.dynamics.stages import DynamicsStage
 from nvalchemi.dynamics.state import Stateful
-from nvalchemi.dynamics.thermo import max_force, pressure, temperature, volume
+from nvalchemi.dynamics.thermo import kinetic_energy, max_force, pressure, temperature, volume
 from nvalchemi.hooks import DynamicsContext, HookContext
 
 CustomScalar = Callable[[DynamicsContext], Tensor | float]
@@ -174,12 +174,13 @@ class LoggingHook:
             "energy": batch.energy[:, 0].clone(),
             "fmax": max_force(batch) if engine is None else engine.max_force(batch),
         }
-        if "velocities" in batch:
-            columns["temperature"] = temperature(batch, engine is None or engine.conserves_momentum)
+        kinetic = kinetic_energy(batch) if "velocities" in batch else None
+        if kinetic is not None:
+            columns["temperature"] = temperature(batch, engine is None or engine.conserves_momentum, kinetic)
         # Crystals may follow molecules from a sampler; a csv file cannot take up columns later.
         fed = isinstance(ctx.workflow, FedWorkflow) and ctx.workflow.sampler is not None
         if fed or "cell" in batch:
-            columns["pressure"], columns["volume"] = pressure(batch), volume(batch)
+            columns["pressure"], columns["volume"] = pressure(batch, kinetic), volume(batch)
         for name, function in self.custom_scalars.items():
             if name in columns:
                 raise ValueError(f"custom scalar {name!r} of the log has the name of a column")

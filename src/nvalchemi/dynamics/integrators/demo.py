@@ -9,6 +9,7 @@ from torch import Tensor
 from nvalchemi import units
 from nvalchemi.data import Batch
 from nvalchemi.dynamics.base import BaseDynamics, ConvergenceHook
+from nvalchemi.dynamics.clock import time_since_start
 from nvalchemi.dynamics.parameters import GraphParameter
 from nvalchemi.dynamics.updates import add_product
 from nvalchemi.hooks import Hook
@@ -63,5 +64,5 @@ class DemoDynamics(BaseDynamics):
         add_product(batch.velocities, batch.forces, self._half_dt_over_m, self.active_atom_mask)
 
     def elapsed_time(self, batch: Batch) -> Tensor:
-        """Steps made times the time step, fs, ``[B]``."""
-        return batch.system_step[:, 0] * self.dt.per_graph(batch)
+        """Time simulated so far, by this engine and those before it, fs, ``[B]``."""
+        return time_since_start(batch, self.dt.per_graph(batch))

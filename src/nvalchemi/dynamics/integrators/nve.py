@@ -9,6 +9,7 @@ from torch import Tensor
 from nvalchemi import units
 from nvalchemi.data import Batch
 from nvalchemi.dynamics.base import BaseDynamics, ConvergenceHook
+from nvalchemi.dynamics.clock import time_since_start
 from nvalchemi.dynamics.parameters import GraphParameter
 from nvalchemi.dynamics.thermo import kinetic_energy
 from nvalchemi.dynamics.updates import add_product
@@ -79,8 +80,8 @@ class NVE(BaseDynamics):
         add_product(batch.positions, batch.velocities, self._dt, self.active_atom_mask)
 
     def elapsed_time(self, batch: Batch) -> Tensor:
-        """Steps made times the time step, fs, ``[B]``."""
-        return batch.system_step[:, 0] * self.dt.per_graph(batch)
+        """Time simulated so far, by this engine and those before it, fs, ``[B]``."""
+        return time_since_start(batch, self.dt.per_graph(batch))
 
     def conserved_quantity(self, batch: Batch) -> Tensor:
         """What the equations of motion conserve, eV, float64 ``[B]``: here kinetic plus potential energy."""

@@ -1,11 +1,12 @@
 """Gradient accumulation: one step for several batches."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveInt, Strict
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -30,7 +31,15 @@ class GradientAccumulationHook(BaseModel, TrainingUpdateHook):
         * ``"mean"``: their mean; in a window cut short, over the batches it has.
         * ``"sum"``: their sum.
         * ``"graphs"``: their mean weighted by the number of structures in each batch. For losses that are means over
-          structures this is the gradient of the one big batch, also when the sizes differ.
+          structures this is the gradient of the one big batch, also when the sizes differ. Where the terms of a loss
+          leave out labels (``ignore_nonfinite``), only structures with a label count; a function that gives a
+          tensor cannot say which these are.
+
+    Warns
+    -----
+    UserWarning
+        With ``"graphs"``, when the terms of the loss have labels in different numbers of structures of a batch. No
+        one weight is right for all of them; the largest number is taken.
 
     Notes
     -----
@@ -50,7 +59,7 @@ class GradientAccumulationHook(BaseModel, TrainingUpdateHook):
     state_per_rank: ClassVar[Literal[True]] = True
     _exclusive_update_key: ClassVar[str | None] = "gradient accumulation"
 
-    steps: PositiveInt
+    steps: Annotated[PositiveInt, Strict()]
     reduction: Literal["mean", "sum", "graphs"] = "mean"
 
     def __init__(self, steps: Any = None, **options: Any) -> None:
@@ -61,6 +70,7 @@ class GradientAccumulationHook(BaseModel, TrainingUpdateHook):
         # Plain attributes: reading one that pydantic keeps as private takes longer than what is done with it.
         self._count = 0
         self._sizes: list[int] = []
+        self._warned = False
         self._optimizers: Sequence[Optimizer] = ()
         self._restored: list[Tensor | None] | None = None
         self._unsynchronised: ExitStack = ExitStack()
@@ -119,18 +129,34 @@ class GradientAccumulationHook(BaseModel, TrainingUpdateHook):
             raise ValueError("there is no loss to accumulate: ctx.loss is None at DO_BACKWARD")
         if self.reduction == "sum":
             return loss
-        size, expected = self._sizes[-1], float(self.steps * self._sizes[0])
+        if self.reduction == "graphs" and ctx.loss_output is not None:
+            self._sizes[-1] = self._labelled(ctx.loss_output.labelled_graphs)
+        size, expected = self._sizes[-1], float(self.steps * max(self._sizes[0], 1))
         if not self._closes_window(ctx):
-            return loss / (expected / size)
+            return loss / (expected / size) if size else loss * 0
         total = float(sum(self._sizes))
         if self.reduction == "graphs" and distributed():
             # The exchange takes the mean over ranks, which may hold different numbers of structures.
             total = float(sum_over_ranks(torch.tensor(total, device=loss.device))) / world_size()
+        if total == 0:
+            return loss * 0
         if total != expected:
             gradients = [p.grad for p in parameters_of(ctx.optimizers) if p.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, expected / total)  # pyright: ignore[reportPrivateImportUsage]
-        return loss / (total / size)
+        return loss / (total / size) if size else loss * 0
+
+    def _labelled(self, graphs: Mapping[str, int]) -> int:
+        if len(set(graphs.values())) > 1 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the terms of the loss have labels in different numbers of structures of a batch "
+                f"({', '.join(f'{name}: {n}' for name, n in graphs.items())}): batches are weighted by the "
+                "largest, and a window is not exactly the one big batch",
+                UserWarning,
+                stacklevel=2,
+            )
+        return max(graphs.values())
 
     def batch_failed(self) -> None:
         """Give up the window: the next batch begins a new one."""

@@ -165,7 +165,7 @@ class CheckpointHook(BaseModel):
             pending.result()
 
     def __enter__(self) -> Self:
-        """Remove what an interrupted run has left."""
+        """Put in order what an interrupted run has left."""
         if _ranks.rank() == 0:
             archive.remove_remains(self.checkpoint_dir)
         return self

@@ -191,7 +191,7 @@ class TrainingUpdateOrchestrator:
 
     @property
     def optimizer_step_skipped(self) -> bool:
-        """Whether the most recent optimizer step was vetoed, by a member or by the gradient scaler."""
+        """Whether the most recent optimizer step was vetoed by a member or the gradient scaler, or had no gradients."""
         return self._skipped
 
     def __add__(

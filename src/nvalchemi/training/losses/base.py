@@ -20,6 +20,7 @@ from pydantic import (
 from torch import Tensor
 
 from nvalchemi.data import Batch
+from nvalchemi.models.derivatives import first_without_volume, graph_periodicity
 from nvalchemi.training.losses.reductions import per_graph_sum
 from nvalchemi.training.losses.schedules import ConstantWeight, Schedule, Weight
 
@@ -69,6 +70,28 @@ class LossOutput:
         """
         with torch.no_grad():
             return {name: self._means(*entry) for name, entry in self._terms.items()}
+
+    @cached_property
+    def counts(self) -> dict[str, int | Tensor]:
+        """How many labels (or graphs) each component is the mean over, to weight batches by."""
+        fields = _FieldsOf(self._batch)
+        return {
+            name: term.count(evaluated.penalties, evaluated.labelled, fields)
+            for name, (term, evaluated) in self._terms.items()
+        }
+
+    @cached_property
+    def labelled_graphs(self) -> dict[str, int]:
+        """Number of graphs in which each component has a label."""
+        return {name: self._labelled_graphs(*entry) for name, entry in self._terms.items()}
+
+    def _labelled_graphs(self, term: "LossTerm", evaluated: Evaluated) -> int:
+        if evaluated.labelled is None:
+            return self._batch.num_graphs
+        _, count = term.sums_per_graph(
+            evaluated.penalties, evaluated.labelled, self._batch.batch_idx, self._batch.num_graphs
+        )
+        return int((count > 0).sum())
 
     def _means(self, term: "LossTerm", evaluated: Evaluated) -> Tensor:
         total, count = term.sums_per_graph(
@@ -214,6 +237,13 @@ class LossTerm(BaseModel, _Composable, ABC):
         if labelled is None:
             return penalties.mean()
         return penalties.sum() / labelled.sum().clamp(min=1)
+
+    def count(self, penalties: Tensor, labelled: Tensor | None, fields: Mapping[str, Any]) -> int | Tensor:
+        """What :meth:`average` divides by, 0 when nothing has a label; a subclass that averages otherwise says so here.
+
+        Means of several batches weighted by it are the mean of the one big batch.
+        """
+        return penalties.numel() if labelled is None else labelled.sum()
 
     # ------------------------------------------------------------------ evaluation
     @overload
@@ -404,16 +434,22 @@ class ComposedLoss(BaseModel, _Composable):
 
     def check(self, predictions: Mapping[str, Tensor], batch: Batch) -> None:
         """Refuse a batch without a label, or predictions without an output, that some term needs."""
+        self.check_labels(batch)
+        for term in self.terms:
+            if term.prediction_key not in predictions:
+                raise ValueError(
+                    f"{type(term).__name__} needs the prediction {term.prediction_key!r}, which the model did not "
+                    f"give; it gave {', '.join(predictions) or 'nothing'}"
+                    + (_why_no_stress(batch) if term.quantity == "stress" else "")
+                )
+
+    def check_labels(self, batch: Batch) -> None:
+        """Refuse a batch without a label that some term needs."""
         for term in self.terms:
             if term.target_key not in batch:
                 raise ValueError(
                     f"{type(term).__name__} needs the label {term.target_key!r}, missing in {_graphs(batch)}; "
                     f"the batch has {', '.join(batch.keys())}"
-                )
-            if term.prediction_key not in predictions:
-                raise ValueError(
-                    f"{type(term).__name__} needs the prediction {term.prediction_key!r}, which the model did not "
-                    f"give; it gave {', '.join(predictions) or 'nothing'}"
                 )
 
     def explain(self, predictions: Mapping[str, Tensor], batch: Batch) -> str | None:
@@ -490,3 +526,14 @@ def _finite(factor: float) -> float:
 def _graphs(batch: Batch) -> str:
     names = [batch.describe_graph(graph) for graph in range(min(batch.num_graphs, 4))]
     return ", ".join(names) + (f" and {batch.num_graphs - 4} more" if batch.num_graphs > 4 else "")
+
+
+def _why_no_stress(batch: Batch) -> str:
+    """What to say where a model gives no stress because some graph has no volume."""
+    if graph_periodicity(batch).all_full:
+        return ""
+    return (
+        f". A model gives no stress for a batch in which a graph has no cell that is periodic in three directions, and "
+        f"{first_without_volume(batch)} has none: leave such structures out, or put them into a cell larger than the "
+        "cutoff with pbc in all directions, give them NaN as label of the stress and use ignore_nonfinite=True"
+    )

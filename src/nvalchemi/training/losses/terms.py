@@ -68,6 +68,13 @@ class ForceLoss(LossTerm):
         total, count = self.sums_per_graph(penalties, labelled, batch_idx, num_graphs)
         return (total / count.clamp(min=1)).sum() / (count > 0).sum().clamp(min=1)
 
+    def count(self, penalties: Tensor, labelled: Tensor | None, fields: Mapping[str, Any]) -> int | Tensor:
+        """Number of labels; of graphs with a label when balanced."""
+        if not self.balanced:
+            return super().count(penalties, labelled, fields)
+        batch_idx, num_graphs = _graph_of_atom(self, fields, penalties.shape[0])
+        return (self.sums_per_graph(penalties, labelled, batch_idx, num_graphs)[1] > 0).sum()
+
 
 class StressLoss(LossTerm):
     """Loss of stresses [B, 3, 3], mean over components and graphs."""
