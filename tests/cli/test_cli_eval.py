@@ -104,6 +104,32 @@ def test_molecules_and_crystals_are_evaluated_together(command, labelled):
     assert (counts["energy"], counts["stress"], counts["forces"]) == (5, 36, 48)
 
 
+def test_offsets_that_the_data_leave_open_are_said_to_be(command, labelled):
+    from ase import Atoms
+
+    molecule = Atoms("Ar2", [[0, 0, 0], [0, 0, 3.8]])
+    molecule.calc = SinglePointCalculator(molecule, energy=1.0)
+    ase.io.write("few.extxyz", molecule)
+    result = evaluate(command, "few.extxyz", "--fit-offsets")
+    assert result.code == 0, result.err
+    assert "the fit is underdetermined" in result.err
+    assert evaluate(command, labelled, "--fit-offsets").err == ""
+    molecule.calc = SinglePointCalculator(molecule, forces=np.zeros((2, 3)))
+    ase.io.write("none.extxyz", molecule)
+    result = evaluate(command, "none.extxyz", "--fit-offsets")
+    assert result.code == 2
+    assert "no energies to fit offsets to" in result.err
+
+
+def test_results_replace_no_input(command, labelled):
+    page = Path("data.json")
+    ase.io.write(page, ase.io.read(labelled, ":"), format="json")
+    before = page.read_bytes()
+    result = evaluate(command, page, "-o", page, "--overwrite")
+    assert (result.code, page.read_bytes()) == (2, before)
+    assert "is an input file" in result.err
+
+
 KEYS = ("--energy-key", "E", "--forces-key", "F", "--stress-key", "S")
 
 
@@ -114,6 +140,8 @@ KEYS = ("--energy-key", "E", "--forces-key", "F", "--stress-key", "S")
         (["lj-argon", "{data}", *KEYS], "no structure has energy"),
         (["lj-argon", "{data}", "-o", "e.pdf"], "the suffix must be .html, .json, .csv"),
         (["lj-argon", "absent.xyz"], "no such file: absent.xyz"),
+        (["lj-argon", "{data}", "--by", "nokey"], "--by nokey: no structure of {data} has it; there is config_type"),
+        (["lj-argon", "{data}", "-o", "/proc/e.html"], "/proc is not writable"),
         (["lj-argon"], "give DATA to evaluate on"),
         (["."], "is no checkpoint of `nvalchemi train`"),
     ],
@@ -121,5 +149,5 @@ KEYS = ("--energy-key", "E", "--forces-key", "F", "--stress-key", "S")
 def test_mistakes_are_named(command, labelled, arguments, words):
     result = command("eval", *(word.replace("{data}", str(labelled)) for word in arguments))
     assert result.code == 2
-    assert words in result.err
+    assert words.replace("{data}", str(labelled)) in result.err
     assert len(result.err.splitlines()) == 1

@@ -183,7 +183,8 @@ def test_the_best_model_is_kept(command, config):
     from nvalchemi.cli.train_setup import TrainingSetup
 
     setup = TrainingSetup.read(config)
-    parts = setup.read_parts(setup.make_model(torch.device("cpu")))
+    fresh = setup.make_model(torch.device("cpu"))
+    parts = setup.make_parts(fresh, setup.read_data(fresh), torch.device("cpu"))
     model = load_model("run/model.safetensors")
     _, validation = setup.loaders(parts)
     strategy = setup.make_strategy(model, validation, validation, torch.device("cpu"))
@@ -301,12 +302,24 @@ MISTAKES = {
     "share": ("validation: 0.2", "validation: 1.2", 3, "data.validation: a share must lie between 0 and 1"),
     "shares": ("validation: 0.2", "validation: 0.9", 1, "data: validation and test take 1.1 of all structures"),
     "missing key": ("  train: frames.extxyz\n", "", 1, "data.train: is missing"),
+    "missing model": ("name: painn\n  hidden_dim: 8\n  num_layers: 1", "name: x.pth", 6, "model.name: no such file: "),
     "missing file": ("frames.extxyz", "farmes.extxyz", 2, "data.train: no such file"),
     "unknown model": ("name: painn\n  hidden_dim: 8\n  num_layers: 1", "name: pain", 6, "model.name: unknown model"),
     "key of another model": ("name: painn", "name: 7net-0", 7, "model.hidden_dim: no such key"),
     "key twice": ("  batch_size: 4", "  batch_size: 4\n  epochs: 5", 13, "epochs is given twice, first in line 11"),
     "no weight": ("{energy: 9, forces: 1}", "{energy: 0, forces: 0}", 9, "loss: all weights are 0"),
     "no YAML": ("loss: {", "loss: }", 9, "not valid YAML"),
+    "seed below 0": ("epochs: 4", "seed: -1", 11, "training.seed: must be greater than or equal to 0, got -1"),
+    "seed too large": ("epochs: 4", f"seed: {'9' * 23}", 11, "training.seed: must be less than"),
+    "truth value": ("epochs: 4", "epochs: true", 11, "training.epochs: true does not fit here"),
+    "infinity": ("epochs: 4", "learning_rate: .inf", 11, "training.learning_rate: must be a finite number, got inf"),
+    "tag": ("epochs: 4", "epochs: !!python/int 2", 11, "not valid YAML: could not determine a constructor"),
+    "merge": ("epochs: 4", "<<: 5", 11, "not valid YAML: expected a mapping"),
+    "date": ("epochs: 4", "epochs: 2020-13-45", 11, "not valid YAML: month must be in 1..12"),
+    "list as key": ("epochs: 4", "? [a, b]\n  : 1", 11, "a key must be a word"),
+    "recursion": ("epochs: 4", "a: &x {b: *x}", 11, "training.a.b contains itself"),
+    "unwritable directory": ("directory: run", "directory: /proc/foo", 14, "output.directory: /proc is not writable"),
+    "directory in a file": ("directory: run", "directory: frames.extxyz/foo", 14, "frames.extxyz is a file"),
     "split": ("test: 0.2", "test: 0.2\n  split: blcoks", 5, "data.split: structure 0 has no info['blcoks']"),
 }  # fmt: skip
 
@@ -341,9 +354,192 @@ def test_a_structure_that_cannot_be_evaluated_is_named_by_its_frame(command, con
     text = CONFIG.replace("validation: 0.2\n  test: 0.2", "validation: foreign.extxyz")
     config.write_text(text)
     result = command("train", config)
-    assert result.code == 1
-    assert "frame 0 of the data" in result.err
+    assert result.code == 2
+    assert (
+        f"{config}:3: data.validation: foreign.extxyz, frame 0, in the validation part, has F; " in result.err
+    )
     assert len(result.err.splitlines()) == 1
+    assert not Path("run").exists()
+
+
+def test_an_element_of_the_test_part_alone_is_found_before_the_training(command, config, frames):
+    from nvalchemi.cli.train_setup import TrainingSetup
+
+    setup = TrainingSetup.read(config)
+    model = setup.make_model(torch.device("cpu"))
+    number = int(setup.make_parts(model, setup.read_data(model), torch.device("cpu"))["test"][0].system_id)
+    structures = ase.io.read(frames, ":")
+    structures[number].symbols[0] = "F"
+    ase.io.write(frames, structures)
+    result = command("train", config)
+    assert result.code == 2
+    assert f"{config}:4: data.test: frames.extxyz, frame {number}, in the test part, has F; " in result.err
+
+
+def test_a_part_without_a_label_that_is_trained_on_is_refused(command, config, frames):
+    bare = ase.io.read(frames, ":")
+    for atoms in bare:
+        atoms.calc.results["energy"] = float("nan")
+    ase.io.write("bare.extxyz", bare)
+    config.write_text(CONFIG.replace("validation: 0.2\n  test: 0.2", "validation: bare.extxyz"))
+    result = command("train", config)
+    assert result.code == 2
+    assert f"{config}:3: data.validation: " in result.err
+    assert "bare.extxyz: no structure has energy" in result.err
+
+
+def test_a_drawn_part_without_a_label_that_is_trained_on_is_refused(command, config, frames):
+    structures = ase.io.read(frames, ":")
+    for k, atoms in enumerate(structures):
+        atoms.info["config_type"] = "abcde"[k // 4]
+        if k >= 4:
+            atoms.calc.results["energy"] = float("nan")
+    ase.io.write(frames, structures)
+    config.write_text(CONFIG.replace("test: 0.2", "test: 0.2\n  split: config_type"))
+    result = command("train", config)
+    assert result.code == 2
+    assert re.search(r":[234]: data.\w+: none of the \d+ structures of the \w+ part", result.err)
+
+
+def test_structures_without_labels_are_counted_aloud(command, config, frames):
+    damaged = ase.io.read(frames, ":")
+    for atoms in damaged[:7]:
+        atoms.calc.results.pop("forces")
+    ase.io.write(frames, damaged)
+    result = command("train", config, "-q")
+    assert result.code == 0, result.err
+    assert f"warning: forces missing in 7 of 20 structures of {frames}" in result.err
+
+
+def test_init_takes_the_label_that_most_structures_have(command, frames):
+    structures = ase.io.read(frames, ":")
+    for k, atoms in enumerate(structures):
+        results, atoms.calc = atoms.calc.results, None
+        atoms.info |= {"REF_energy": results["energy"], "energy_cutoff": 500.0}
+        atoms.set_array("forces", results["forces"])
+        if k < 3:
+            atoms.info["energy"] = 0.0
+    ase.io.write(frames, structures)
+    result = command("init", "train", frames)
+    assert result.code == 0, result.err
+    assert yaml.safe_load(Path("config.yaml").read_text())["data"]["energy_key"] == "REF_energy"
+    assert "energy (as REF_energy) [also energy in 3]" in result.out
+
+
+def test_init_has_checkpoints_often_enough(command, frames):
+    assert command("init", "train", frames).code == 0
+    written = yaml.safe_load(Path("config.yaml").read_text())
+    batches = 16 // written["training"]["batch_size"]
+    assert 1 <= written["output"]["checkpoint_every"] * batches <= 50
+
+
+# ---------------------------------------------------------------------- files that are not the training's
+@pytest.mark.parametrize("option", ["--overwrite", "--resume"])
+def test_a_report_replaces_no_input(command, config, frames, option):
+    page = Path("page.html")
+    page.write_bytes(frames.read_bytes())
+    config.write_text(CONFIG.replace("validation: 0.2\n  test: 0.2", "validation: page.html"))
+    for report, words in ((page, "is an input file"), (frames, "the suffix must be .html")):
+        before = report.read_bytes()
+        result = command("train", config, "-q", "--report", report, option)
+        assert (result.code, report.read_bytes()) == (2, before)
+        assert words in result.err
+
+
+def test_an_earlier_training_outlives_a_report_that_cannot_be_written(command, config):
+    assert command("train", config, "-q").code == 0
+    before = Path("run/model.safetensors").read_bytes()
+    result = command("train", config, "-q", "--overwrite", "--report", "/proc/report.html")
+    assert result.code == 2
+    assert "/proc is not writable" in result.err
+    assert Path("run/model.safetensors").read_bytes() == before
+
+
+def test_the_model_to_go_on_from_is_not_overwritten(command, config):
+    assert command("train", config, "-q").code == 0
+    before = Path("run/model.safetensors").read_bytes()
+    config.write_text(re.sub(r"name: painn\n.*\n.*", "name: run/model.safetensors", CONFIG))
+    for option in ("-q", "--overwrite", "--resume"):
+        result = command("train", config, option)
+        assert result.code == 2
+        assert f"{config}:6: model.name: " in result.err
+        assert "would be overwritten" in result.err
+    assert Path("run/model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pth", "config.yaml", "log.csv", "checkpoints"])
+@pytest.mark.parametrize("option", ["-q", "--overwrite", "--resume"])
+def test_files_that_no_training_made_are_left_alone(command, config, name, option):
+    mine = Path("run", name)
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    result = command("train", config, option)
+    assert result.code == 2
+    assert f"{config}:14: output.directory: " in result.err
+    assert f"has {name}, which no training has made" in result.err
+    assert mine.read_text() == "mine"
+
+
+def test_a_configuration_among_the_checkpoints_is_not_removed(command, config):
+    assert command("train", config, "-q").code == 0
+    other = Path("run/checkpoints/other.yaml")
+    other.write_text(
+        CONFIG.replace("frames.extxyz", "../../frames.extxyz").replace("directory: run", "directory: ..")
+    )
+    result = command("train", other, "--overwrite")
+    assert result.code == 2
+    assert "would be overwritten" in result.err
+    assert other.exists()
+
+
+def test_resume_and_overwrite_contradict_each_other(command, config):
+    assert command("train", config, "-q").code == 0
+    result = command("train", config, "--resume", "--overwrite")
+    assert result.code == 2
+    assert "give one of the two" in result.err
+    assert Path("run/model.safetensors").exists()
+
+
+# ---------------------------------------------------------------------- data that are not there any more
+def test_changed_data_are_noticed(command, config, frames):
+    assert command("train", config, "-q").code == 0
+    structures = ase.io.read(frames, ":")
+    ase.io.write(frames, structures[1:])
+    for arguments in (("train", config, "--resume"), ("eval", "run")):
+        result = command(*arguments)
+        assert result.code == 2
+        assert "was changed since the training began (it has 19 structures and had 20)" in result.err
+        assert len(result.err.splitlines()) == 1
+    structures[0].calc.results["energy"] += 0.1
+    ase.io.write(frames, structures)
+    assert "other structures or labels are in it" in command("eval", "run").err
+    result = command("eval", "run", frames, "--fit-offsets")
+    assert result.code == 0
+    assert "the compositions leave the energies of single elements open" in result.err
+
+
+def test_a_training_that_was_moved_is_evaluated_on_given_data(command, config, frames):
+    assert command("train", config, "-q").code == 0
+    Path("elsewhere/deep").mkdir(parents=True)
+    Path("run").rename("elsewhere/deep/run")
+    result = command("eval", "elsewhere/deep/run")
+    assert result.code == 2
+    assert "data.train of its config.yaml is not there: elsewhere/deep/run/../frames.extxyz" in result.err
+    assert "give DATA" in result.err
+    assert command("eval", "elsewhere/deep/run", frames).code == 0
+    assert command("eval", "elsewhere/deep/run/checkpoints/epoch-4", frames).code == 0
+
+
+def test_structures_instead_of_a_configuration_get_a_hint(command, frames):
+    result = command("train", frames)
+    assert result.code == 2
+    assert f"nvalchemi init train {frames}" in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_an_empty_configuration_is_called_so(command, config):
+    config.write_text("# nothing\n")
+    assert f"{config}: the file is empty" in command("train", config).err
 
 
 def test_a_trained_model_that_training_makes_no_better_is_kept(command, config):

@@ -532,3 +532,15 @@ def test_auto_finds_the_piece_size_with_the_least_time_per_edge(monkeypatch):
     other = NVE(_SlowForManyEdges(clock), 1.0, max_edges_per_eval="auto")
     other.load_state_dict(engine.state_dict())
     assert other._evaluate_pieces.bound.max_edges == 1024
+
+
+def test_atoms_that_somebody_moves_far_between_two_runs_are_no_failure(argon, crystal):
+    batch, expected = (Batch.from_data_list([crystal(speed=0.01)]) for _ in range(2))
+    NVE(argon, 1.0).run(expected, n_steps=6)
+    engine = NVE(argon, 1.0)
+    batch.positions[:2] += 4000 * batch.cell[0, 0]
+    engine.run(batch, n_steps=3)
+    batch.positions[:2] -= 4000 * batch.cell[0, 0]
+    engine.run(batch, n_steps=3)
+    assert not engine.failures
+    torch.testing.assert_close(batch.positions, expected.positions, rtol=0, atol=1e-9)

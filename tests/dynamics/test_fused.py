@@ -18,6 +18,7 @@ from nvalchemi.dynamics import (
 from nvalchemi.dynamics.hooks import FreezeAtomsHook, InitializeVelocitiesHook, LoggingHook, SafetyHook
 from nvalchemi.dynamics.sinks import HostMemory
 from nvalchemi.hooks import BiasedPotentialHook, NeighborListHook
+from nvalchemi.neighbors import NeighborConfig
 
 PATH = ("positions", "velocities", "forces", "energy", "system_step")
 
@@ -201,6 +202,16 @@ def test_neighbor_hook_of_a_stage_becomes_the_one_of_all(argon, crystal):
     fused.run(Batch.from_data_list([crystal()]))
     assert [h for h in fused.hooks if isinstance(h, NeighborListHook)] == [hook]
     assert hook.num_builds == 1
+
+
+def test_of_the_neighbor_hooks_of_stages_the_widest_of_each_format_stays(argon):
+    own = argon.model_config.neighbor_config
+    given = [
+        NeighborListHook(config, skin=0.7)
+        for config in (own, NeighborConfig(cutoff=4.0), own.model_copy(update={"cutoff": 9.0}), own)
+    ]
+    a, b, c = (NVE(argon, 1.0, n_steps=2, hooks=hooks) for hooks in (given[:2], given[2:3], given[3:]))
+    assert list((a + b + c).hooks) == given[1:3]
 
 
 # ---------------------------------------------------------------------- in flight

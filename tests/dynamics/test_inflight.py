@@ -237,6 +237,18 @@ def test_a_run_that_keeps_no_structure_warns(well, atoms_in_wells):
     NVE(well, 1.0, n_steps=1, hooks=hooks, sampler=SizeAwareSampler(data, max_batch_size=2)).run()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_zero_steps_for_each_structure_is_an_evaluation_of_all(argon, cluster, size):
+    data = _clusters(cluster, [4, 3, 5])
+    sink = HostMemory()
+    sampler = SizeAwareSampler(data, max_batch_size=size)
+    assert NVE(argon, 1.0, n_steps=0, sampler=sampler, sinks=sink).run().num_graphs == 0
+    results = _by_id(sink.read())
+    assert [int(results[i].system_step) for i in range(3)] == [0, 0, 0]
+    assert [int(results[i].status) for i in range(3)] == [1, 1, 1]
+    _assert_as_alone(results, data, lambda: NVE(argon, 1.0), n_steps=0)
+
+
 def test_all_structures_unusable_is_an_empty_result_with_reasons(well, atoms_in_wells):
     data = atoms_in_wells(count=3).to_data_list()
     for structure in data:

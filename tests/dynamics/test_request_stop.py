@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nvalchemi.data import AtomicData, Batch
-from nvalchemi.dynamics import DynamicsStage, NVTLangevin, SizeAwareSampler
+from nvalchemi.dynamics import NVE, DynamicsStage, FusedStage, NVTLangevin, SizeAwareSampler
 from nvalchemi.dynamics.sinks import HostMemory
 from nvalchemi.models.lj import LennardJonesModelWrapper
 
@@ -81,3 +81,50 @@ def test_in_flight_no_structure_is_lost_or_other_than_without_the_stop(step):
         a, b = (each[int((each.system_id[:, 0] == i).nonzero())] for each in (found, wanted))
         assert torch.equal(a.positions, b.positions)
         assert torch.equal(a.velocities, b.velocities)
+
+
+@pytest.mark.parametrize("step", [4, 10, 13])
+def test_stop_holds_for_later_runs_with_the_file_and_the_program_repeated_makes_every_step(step):
+    def program(batch, hooks=(), restart=None):
+        dynamics = engine(hooks=hooks)
+        for n_steps in (10, 30):
+            dynamics.run(batch, n_steps, restart=restart, save_every=3)
+        return batch.system_step.unique().tolist()
+
+    expected, stopped, again = (Batch.from_data_list(chains()) for _ in range(3))
+    program(expected)
+    assert program(stopped, [StopAt(step)], "run.restart") == [step]
+    assert program(again, (), "run.restart") == [40]
+    assert torch.equal(again.positions, expected.positions)
+    assert torch.equal(again.velocities, expected.velocities)
+
+
+def test_engine_of_a_fused_stage_stops_that():
+    batch = Batch.from_data_list(chains())
+    argon = LennardJonesModelWrapper(epsilon=0.0104, sigma=3.40, cutoff=8.5)
+    stages = [NVE(argon, 1.0, n_steps=20, hooks=[StopAt(5)]), NVE(argon, 1.0, n_steps=20)]
+    fused = FusedStage(stages)
+    fused.run(batch)
+    assert batch.system_step.unique().tolist() == [5]
+    fused.run(batch)
+    assert batch.system_step.unique().tolist() == [40]
+
+
+def test_request_that_no_run_has_heard_does_not_stop_the_next_one():
+    class Fail(StopAt):
+        def __call__(self, ctx, stage):
+            if ctx.step_count == self.step - 1:
+                raise RuntimeError("too hot")
+
+    batch = Batch.from_data_list(chains())
+    dynamics = engine(hooks=[StopAt(2), StopAt(5), Fail(5)])
+    for _ in range(3):
+        dynamics.step(batch)
+    dynamics.run(batch, n_steps=1)
+    assert batch.system_step.unique().tolist() == [4]
+    with pytest.raises(RuntimeError, match="too hot"):
+        dynamics.run(batch, n_steps=3)
+    for hook in list(dynamics.hooks[:3]):
+        dynamics.remove_hook(hook)
+    dynamics.run(batch, n_steps=3)
+    assert batch.system_step.unique().tolist() == [7]

@@ -137,6 +137,15 @@ ENGINES = {
     ),
     "NVE in pieces": lambda: NVE(argon(), dt=5.0, max_edges_per_eval=400),
     "NVE, wrapped": lambda: NVE(argon(), dt=5.0, hooks=[WrapPeriodicHook(), list_with_skin(0.2)]),
+    "NVE, two lists": lambda: NVE(
+        argon(),
+        dt=5.0,
+        hooks=[
+            list_with_skin(0.2),
+            NeighborListHook(NeighborConfig(cutoff=4.0), skin=0.3),
+            WrapPeriodicHook(),
+        ],
+    ),
     "NVE, list at every step": lambda: NVE(argon(), dt=5.0, hooks=[list_with_skin(0.0)]),
     "NVE, held atoms": lambda: NVE(argon(), dt=5.0, hooks=[FreezeAtomsHook(indices=[0, 2])]),
 }

@@ -151,3 +151,28 @@ def test_the_first_width_of_a_matrix_grows_rather_than_cuts(call):
     batch = Batch.from_data_list([_crystal()])
     call(hook, batch)
     assert int(batch.num_neighbors.sum()) == len(_exact(batch, 5.0))
+
+
+@pytest.mark.parametrize("order", [("coo", "matrix"), ("matrix", "coo")])
+def test_lists_of_two_formats_are_made_again_each_for_its_own_positions(call, order):
+    hooks = [NeighborListHook(NeighborConfig(cutoff=5.0, format=kind), skin=1.0) for kind in order]
+    batch = Batch.from_data_list([_crystal()])
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        batch.positions.add_(torch.as_tensor(rng.normal(0, 0.1, batch.positions.shape)))
+        for hook in hooks:
+            call(hook, batch)
+        assert _pairs_within(batch, 5.0) == _exact(batch, 5.0)
+    assert 2 < hooks[0].num_builds == hooks[1].num_builds < 30
+
+
+def test_a_second_hook_for_the_same_list_is_refused_unless_the_first_is_the_automatic_one(argon_dynamics):
+    engine = argon_dynamics([])
+    engine._add_neighbor_hook()
+    config = engine.model.model_config.neighbor_config
+    own = NeighborListHook(config, skin=0.5)
+    engine.register_hook(own)
+    assert list(engine.hooks) == [own]
+    engine.register_hook(NeighborListHook(NeighborConfig(cutoff=4.0)))
+    with pytest.raises(ValueError, match=r"the matrix list.*cutoff=8\.5.*cutoff=9\.5"):
+        engine.register_hook(NeighborListHook(config.model_copy(update={"cutoff": 9.5})))

@@ -12,7 +12,7 @@ from nvalchemi.dynamics import NVE
 from nvalchemi.hooks import DynamicsContext, HookContext, NeighborListHook, WrapPeriodicHook
 from nvalchemi.hooks.wrap import (
     _change_of_matrix,
-    _has_full_list,
+    _has_full_matrix,
     _move_compiled,
     _move_portable,
     _shift_matrix,
@@ -134,10 +134,25 @@ def test_only_a_list_of_the_engine_is_taken_for_full(half_list):
     engine = NVE(LennardJonesModelWrapper(1e-9, 1.0, 5.0, half_list=half_list), dt=1.0, hooks=hooks)
     engine.run(batch, 1)
     ctx = HookContext(batch=batch, workflow=engine)
-    assert _has_full_list(ctx, batch) is not half_list
-    assert not _has_full_list(HookContext(batch=batch), batch)
+    assert _has_full_matrix(ctx, batch) is not half_list
+    assert not _has_full_matrix(HookContext(batch=batch), batch)
     compute_neighbors(batch, 5.0, format="matrix", half_list=True)
-    assert not _has_full_list(ctx, batch)
+    assert not _has_full_matrix(ctx, batch)
+
+
+def test_half_matrix_stays_right_next_to_a_full_list():
+    atoms = Atoms("Ar20", positions=_scattered().positions, cell=[12.0] * 3, pbc=True)
+    atoms.wrap()
+    atoms.positions[::2, 0] -= 12.0
+    model = LennardJonesModelWrapper(1e-9, 1.0, 5.0, half_list=True)
+    full = NeighborListHook(NeighborConfig(cutoff=5.0), skin=0.5)
+    half = NeighborListHook(model.model_config.neighbor_config, skin=0.5)
+    batch = _batch(atoms)
+    NVE(model, dt=1.0, hooks=[half, full, WrapPeriodicHook()]).run(batch, 1)
+    i, k = (batch.neighbor_matrix < 20).nonzero().unbind(1)
+    shift = batch.neighbor_matrix_shifts[i, k].double() @ batch.cell[0]
+    vectors = batch.positions[batch.neighbor_matrix[i, k].long()] + shift - batch.positions[i]
+    assert float(vectors.norm(dim=1).max()) < 5.6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -145,13 +160,14 @@ def test_portable_and_compiled_moves_are_the_same_and_atoms_of_failed_structures
     batch = _batch(_scattered((True, False, True)), _scattered(seed=1)).to(dtype=dtype)
     batch.positions[3] = torch.nan
     batch.positions[4] = torch.inf
-    batch.neighbor_reference_positions = batch.positions + 0.25
+    batch.neighbor_list_reference_positions = batch.positions + 0.25
+    batch.neighbor_matrix_reference_positions = batch.positions - 0.5
     other = batch.clone()
     inverse, version = torch.linalg.pinv(batch.cell), batch.positions._version
     n, crossed, count = _move_compiled(batch, inverse, batch.pbc)
     for ours, portable in zip((n, crossed, count), _move_portable(other, inverse, other.pbc), strict=True):
         assert torch.equal(torch.as_tensor(ours), torch.as_tensor(portable))
-    for name in ("positions", "neighbor_reference_positions"):
+    for name in ("positions", "neighbor_list_reference_positions", "neighbor_matrix_reference_positions"):
         torch.testing.assert_close(batch[name], other[name], equal_nan=True)
     assert batch.positions._version > version
     assert count > 20

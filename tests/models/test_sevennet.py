@@ -1,6 +1,6 @@
+import copy
 import warnings
 
-import copy
 import numpy as np
 import pytest
 import torch

@@ -14,10 +14,10 @@ MAX_IMAGES = 2.0**31
 
 
 @compiled()
-def wrap_atoms(positions, reference, cell, inverse, axes, graph, n, crossed):
+def wrap_atoms(positions, list_reference, matrix_reference, cell, inverse, axes, graph, n, crossed):
     """Take n h off x, n = floor(x h⁻¹) along the axes marked [B, 3]; writes n, crossed; returns how many crossed.
 
-    The same is taken off ``reference`` [N, 3], unless it is empty.
+    The same is taken off the two references [N, 3], unless they are empty.
     """
     count = 0
     for i in range(positions.shape[0]):
@@ -36,8 +36,10 @@ def wrap_atoms(positions, reference, cell, inverse, axes, graph, n, crossed):
             for d in range(3):
                 move = n[i, 0] * cell[g, 0, d] + n[i, 1] * cell[g, 1, d] + n[i, 2] * cell[g, 2, d]
                 positions[i, d] -= move
-                if reference.shape[0] > 0:
-                    reference[i, d] -= move
+                if list_reference.shape[0] > 0:
+                    list_reference[i, d] -= move
+                if matrix_reference.shape[0] > 0:
+                    matrix_reference[i, d] -= move
     return count
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from nvalchemi.cli.evaluation import Evaluation
+    from nvalchemi.data import AtomicData
     from nvalchemi.data.datasets import StructureDataset
     from nvalchemi.models.base import BaseModelMixin
 
@@ -69,22 +70,34 @@ def evaluate(
     from nvalchemi.cli import output as outputs
     from nvalchemi.cli.error_table import print_errors, print_groups
     from nvalchemi.cli.errors import InputError
+    from nvalchemi.cli.progress import ProgressBar
 
     if output is not None and output.suffix not in _WRITERS:
         raise InputError(f"--output {output}: the suffix must be {', '.join(_WRITERS)}")
-    outputs.check_outputs({"--output": output}, data or [], overwrite=overwrite)
+    if output is not None:
+        outputs.check_outputs({"--output": output}, [*(data or []), *_files_of(model)], overwrite=overwrite)
     session.set_threads(threads)
     where = session.choose_device(device)
     potential = session.load(model, where, "MODEL")
     keys = {"energy": energy_key, "forces": forces_key, "stress": stress_key}
-    name, dataset = _structures(model, data or [], potential, keys, where)
+    name, dataset, labels = _structures(model, data or [], potential, keys, where)
+    if by is not None:
+        _check_key(by, dataset, name)
     began = time.monotonic()
     try:
-        errors = evaluation.evaluate(
-            potential, dataset, where, per_element=per_element, group_by=by, fit_offsets=fit_offsets
-        )
+        with ProgressBar(len(dataset), "structure", quiet=quiet) as bar:
+            errors = evaluation.evaluate(
+                potential,
+                dataset,
+                where,
+                per_element=per_element,
+                group_by=by,
+                fit_offsets=fit_offsets,
+                on_progress=lambda done: bar.advance_to(done, len(dataset)),
+            )
     except ValueError as error:
-        raise InputError(f"{name}: {error}") from error
+        reason = session.with_origins(str(error), lambda number: labels[number])
+        raise InputError(reason) from error
     seconds = time.monotonic() - began
     if not errors.metrics:
         raise InputError(f"{name}: {model} gives nothing that the structures have a label of")
@@ -93,6 +106,8 @@ def evaluate(
         print_errors({name: errors})
         print_groups(errors)
         _print_offsets(errors)
+    if errors.offsets_note:
+        typer.echo(f"nvalchemi: warning: --fit-offsets: {errors.offsets_note}", err=True)
     if output is not None:
         about = {"model": model, "data": name, "structures": len(dataset), "seconds": seconds}
         outputs.write_text(output, _WRITERS[output.suffix](about, errors))
@@ -104,8 +119,8 @@ def _structures(
     potential: "BaseModelMixin",
     keys: Mapping[str, str],
     device: "torch.device",
-) -> "tuple[str, StructureDataset]":
-    """Structures to evaluate on, and where they are from."""
+) -> "tuple[str, StructureDataset, Mapping[int, str]]":
+    """Where the structures to evaluate on are from, they themselves, and what each is called by its ``system_id``."""
     from nvalchemi.cli.errors import InputError
     from nvalchemi.cli.labelled_data import read_labelled
     from nvalchemi.cli.train_setup import left_aside
@@ -113,15 +128,45 @@ def _structures(
 
     if not files:
         try:
-            return left_aside(Path(model), device)
-        except ValueError as error:
+            name, dataset = left_aside(Path(model), device)
+        except (ValueError, InputError) as error:
             raise InputError(f"MODEL {model}: {error}; give DATA to evaluate on") from error
+        numbers = (int(data.system_id) for data in dataset)
+        return name, dataset, {number: f"frame {number} of the data" for number in numbers}
     parts = [read_labelled(file, potential, keys) for file in files]
     present = [label for label in keys if any(part.counts[label] for part in parts)]
     if not present:
         parts[0].require(keys, keys)
-    structures = [data for part in parts for data in part.dataset]
-    return ", ".join(map(str, files)), InMemoryDataset(structures)
+    structures: list[AtomicData] = []
+    labels: dict[int, str] = {}
+    for part in parts:
+        for frame, data in enumerate(part.dataset):
+            number = len(structures)
+            labels[number] = f"{data.chemical_formula} ({part.source}, frame {frame})"
+            data.system_id.fill_(number)
+            structures.append(data)
+    return ", ".join(map(str, files)), InMemoryDataset(structures), labels
+
+
+def _files_of(model: str) -> list[Path]:
+    """Files of a model that no output may replace: its own, or what its training was made of."""
+    from nvalchemi.cli.train_directory import input_files
+    from nvalchemi.cli.train_setup import CONFIG, TrainingSetup
+
+    path = Path(model)
+    if not (path / CONFIG).is_file():
+        return [path] if path.is_file() else []
+    return [path / CONFIG, *input_files(TrainingSetup.read(path / CONFIG)).values()]
+
+
+def _check_key(key: str, dataset: "StructureDataset", name: str) -> None:
+    from nvalchemi.cli.errors import InputError
+
+    there = {str(each) for data in dataset for each in data.info}
+    if key not in there:
+        raise InputError(
+            f"--by {key}: no structure of {name} has it; there is {', '.join(sorted(there)) or 'nothing'} in their info"
+        )
 
 
 def _print_offsets(errors: "Evaluation") -> None:

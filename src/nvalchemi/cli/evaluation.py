@@ -1,6 +1,6 @@
 """Errors of a model on labelled structures."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,8 @@ class Evaluation:
     """Labels and predictions: energies per atom, force and stress components."""
     offsets: Mapping[int, float]
     """Energies of the elements that were subtracted from the labels, eV, by atomic number."""
+    offsets_note: str
+    """What keeps the data from determining these; empty if nothing."""
 
 
 def evaluate(
@@ -65,6 +67,7 @@ def evaluate(
     per_element: bool = False,
     group_by: str | None = None,
     fit_offsets: bool = False,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
     """Evaluate a model on structures and compare with their labels.
 
@@ -79,14 +82,22 @@ def evaluate(
     fit_offsets : bool, default False
         First subtract from the labels the energies of the elements by which labels and model differ (least squares),
         as codes and pseudopotentials have different zeros of energy.
+    on_progress : callable, optional
+        Called with the number of structures evaluated.
 
     Raises
     ------
     ValueError
-        A structure that the model cannot evaluate.
+        A structure that the model cannot evaluate, or no energy to fit offsets to.
     """
-    results = list(_predictions(model, dataset, device))
-    offsets = _subtract_offsets(results) if fit_offsets else {}
+    results: list[tuple[Batch, dict[str, Tensor]]] = []
+    num_done = 0
+    for result in _predictions(model, dataset, device):
+        results.append(result)
+        num_done += result[0].num_graphs
+        if on_progress is not None:
+            on_progress(num_done)
+    offsets, note = _subtract_offsets(results) if fit_offsets else ({}, "")
     metrics = ErrorMetrics(per_element=per_element, group_by=group_by)
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for batch, outputs in results:
@@ -97,7 +108,7 @@ def evaluate(
                 label = "energy_per_atom" if name == "energy" else name
                 pairs.setdefault(label, []).append((batch[name] / sizes, outputs[name] / sizes))
     parity = {name: _joined(parts) for name, parts in pairs.items()}
-    return Evaluation(metrics.compute(), metrics.counts(), _spread(dataset), parity, offsets)
+    return Evaluation(metrics.compute(), metrics.counts(), _spread(dataset), parity, offsets, note)
 
 
 def _predictions(
@@ -121,19 +132,31 @@ def _predictions(
                 )
 
 
-def _subtract_offsets(results: list[tuple[Batch, dict[str, Tensor]]]) -> dict[int, float]:
+def _subtract_offsets(results: list[tuple[Batch, dict[str, Tensor]]]) -> tuple[dict[int, float], str]:
+    """Energies by element, and what keeps the data from determining them."""
+    if not all("energy" in batch and "energy" in outputs for batch, outputs in results):
+        raise ValueError("there are no energies to fit offsets to")
     counts = torch.cat([composition(batch) for batch, _ in results]).double()
     differences = torch.cat([(batch.energy - outputs["energy"])[:, 0] for batch, outputs in results]).double()
     known = differences.isfinite()
     present = counts.any(0).nonzero().squeeze(-1)
     # gelsd gives the least-norm solution where the compositions leave it open.
-    solution = torch.linalg.lstsq(
-        counts[known][:, present], differences[known, None], driver="gelsd"
-    ).solution.squeeze(-1)
+    fit = torch.linalg.lstsq(counts[known][:, present], differences[known, None], driver="gelsd")
+    solution = fit.solution.squeeze(-1)
     table = counts.new_zeros(counts.shape[1]).index_copy(0, present, solution)
     for batch, _ in results:
         batch.energy.sub_((composition(batch).double() @ table)[:, None])
-    return dict(zip(present.tolist(), solution.tolist(), strict=True))
+    offsets = dict(zip(present.tolist(), solution.tolist(), strict=True))
+    num_energies, num_elements, rank = int(known.sum()), len(present), int(fit.rank)
+    note = ""
+    if num_energies <= rank:
+        note = (
+            f"the fit is underdetermined, structures with an energy: {num_energies}, elements: {num_elements}; it "
+            "takes away all errors of the energies, which then say nothing"
+        )
+    elif rank < num_elements:
+        note = "the compositions leave the energies of single elements open; of those that fit the smallest are taken"
+    return offsets, note
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[np.ndarray, np.ndarray]:

@@ -2,12 +2,13 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from nvalchemi.cli import options
@@ -21,6 +22,8 @@ app = typer.Typer(help="Write a configuration to begin with.", no_args_is_help=T
 
 # Measured on one core with 1,000 frames of a molecule: errors fall little after this many steps.
 _STEPS, _STEPS_FINE_TUNING = 15_000, 1_000
+_STEPS_AT_STAKE = 50
+"""Steps between two checkpoints where epochs are shorter: seconds with a small model, a minute with a large one."""
 _LABELS = ("energy", "forces", "stress")
 
 
@@ -136,21 +139,26 @@ class _Contents:
         self.structures += 1
         self.formulas[data.chemical_formula] += 1
         arrays = data.info.get("arrays")
-        more: Iterable[str] = arrays if isinstance(arrays, Mapping) else ()
-        self.names.update({*map(str, data.info), *data.keys(), *more} - _NO_LABELS)
+        more: Mapping[Any, Any] = arrays if isinstance(arrays, Mapping) else {}
+        values = {**more, **data.info, **{name: data[name] for name in data.keys()}}
+        self.names.update({str(name) for name, value in values.items() if _is_there(value)} - _NO_LABELS)
         if bool(data.pbc.all()) and "cell" in data:
             self.periodic += 1
             self.volume += float(data.cell[0].det().abs())
 
     def label_keys(self) -> dict[str, str]:
-        """Key of each label that there is: its own name, else the most frequent one that has it in it."""
+        """Key of each label that there is: of the names that have it in them the most frequent one, or its own."""
         found: dict[str, str] = {}
         for label in _LABELS:
-            stem = label.removesuffix("s")
-            similar = [name for name in self.names if stem in name.lower() and not _is_something_else(name)]
+            similar = self.similar(label)
             if similar:
-                found[label] = max(similar, key=lambda name: (name == label, self.names[name], -len(name)))
+                found[label] = max(similar, key=lambda name: (self.names[name], name == label, -len(name)))
         return found
+
+    def similar(self, label: str) -> list[str]:
+        """Names that may be those of a label."""
+        stem = label.removesuffix("s")
+        return [name for name in self.names if stem in name.lower() and not _is_something_else(name)]
 
     def lines(self, file: Path, keys: Mapping[str, str]) -> list[str]:
         """The contents in words."""
@@ -158,7 +166,8 @@ class _Contents:
         more = len(self.formulas) - 6
         labels = ", ".join(
             (label if key == label else f"{label} (as {key})")
-            + ("" if self.names[key] == self.structures else f" in {self.names[key]}")
+            + ("" if self.names[key] == self.structures else f" in {self.names[key]} of {self.structures}")
+            + "".join(f" [also {name} in {self.names[name]}]" for name in self.similar(label) if name != key)
             for label, key in keys.items()
         )
         return [
@@ -173,11 +182,20 @@ _NO_LABELS = frozenset(
 )
 
 
+_OTHER_ENERGIES = (
+    "kinetic", "formation", "per_atom", "hull", "std", "var", "weight", "cut", "fermi", "correction", "error"
+)  # fmt: skip
+
+
+def _is_there(value: Any) -> bool:
+    """Whether a value is not one that stands for a missing number."""
+    numbers = np.asarray(value)
+    return numbers.dtype.kind != "f" or bool(np.isfinite(numbers).any())
+
+
 def _is_something_else(name: str) -> bool:
     """Whether a name with "energy" in it is that of another energy than the one that forces derive from."""
-    return any(
-        word in name.lower() for word in ("kinetic", "formation", "per_atom", "hull", "std", "var", "weight")
-    )
+    return any(word in name.lower() for word in _OTHER_ENERGIES)
 
 
 def _scan(file: Path) -> _Contents:
@@ -213,6 +231,7 @@ class _Suggestion:
     split: str
     batch_size: int
     epochs: int
+    checkpoint_every: int
 
     @classmethod
     def of(cls, contents: _Contents, statistics: "DatasetStatistics", steps: int) -> "_Suggestion":
@@ -225,7 +244,8 @@ class _Suggestion:
         # Successive frames of one system resemble each other: drawn one by one, every validation frame would lie
         # between two that are trained on.
         split = "blocks" if len(contents.formulas) == 1 and n >= 100 else "random"
-        return cls(validation, test, split, batch_size, epochs)
+        checkpoint_every = min(max(1, _STEPS_AT_STAKE * batch_size // max(trained, 1)), epochs)
+        return cls(validation, test, split, batch_size, epochs, checkpoint_every)
 
 
 def _training_config(
@@ -309,8 +329,9 @@ training:
 
 output:
   directory: {in_yaml(f"{stem}_{Path(model).stem}")}
-  # Epochs between two checkpoints, from which `nvalchemi train --resume` goes on; and how many of them are kept.
-  checkpoint_every: {max(1, suggestion.epochs // 20)}
+  # Epochs between two checkpoints, from which `nvalchemi train --resume` goes on: what a crash or kill -9 may cost
+  # (Ctrl-C and SIGTERM cost nothing); and how many of them are kept.
+  checkpoint_every: {suggestion.checkpoint_every}
   keep_checkpoints: 2
 """
 

@@ -1,8 +1,9 @@
 """Structures with labels for `train` and `eval`."""
 
+import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,27 @@ class LabelledData:
             similar = sorted(name for name in self.names_seen if stem in name.lower())
             hint = f"; there is {', '.join(similar)}: {label}_key says which to take" if similar else ""
             raise InputError(f"{self.source}: no structure has {label} under the key {keys[label]!r}{hint}")
+
+    def incomplete(self, labels: Iterable[str]) -> Iterator[str]:
+        """A line for each label that some structures lack."""
+        for label in labels:
+            missing = len(self.dataset) - self.counts[label]
+            if missing:
+                yield f"{label} missing in {missing} of {len(self.dataset)} structures of {self.source}"
+
+    def fingerprint(self, key: str) -> dict[str, Any]:
+        """Number of the structures, and a checksum of them, their labels and the entry ``key`` of their ``info``.
+
+        Of the content and not of the bytes of the file, which may be compressed or moved without harm.
+        """
+        digest = hashlib.sha256()
+        for data in self.dataset:
+            digest.update(repr(data.info.get(key)).encode())
+            for name in sorted(_GEOMETRY.union(LABELS)):
+                if name in data:
+                    digest.update(f"{name} {tuple(data[name].shape)} ".encode())
+                    digest.update(data[name].numpy().tobytes())
+        return {"frames": len(self.dataset), "sha256": digest.hexdigest()}
 
 
 def read_labelled(

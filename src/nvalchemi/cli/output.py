@@ -1,6 +1,7 @@
 """Checks on what a command is going to write, made before anything is run."""
 
 import os
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
@@ -33,12 +34,13 @@ def check_outputs(
     sources = {file.resolve() for file in inputs}
     seen: dict[Path, str] = {}
     for option, file in named.items():
-        if file.is_dir():
+        if file.is_dir() and not (file / "zarr.json").is_file():
             raise InputError(f"{option} {file} is a directory")
         if not file.parent.is_dir():
             raise InputError(f"{option} {file}: no such directory: {file.parent}")
-        if not os.access(file.parent, os.W_OK):
-            raise InputError(f"{option} {file}: directory {file.parent} is not writable")
+        reason = why_not_writable(file.parent)
+        if reason is not None:
+            raise InputError(f"{option} {file}: directory {file.parent} is not writable: {reason}")
         if file.resolve() in sources:
             raise InputError(f"{option} {file} is an input file")
         if file.exists() and not overwrite and option not in continued:
@@ -73,9 +75,9 @@ def check_structure_file(option: str, file: Path, count: int) -> None:
 
 def check_trajectory_file(file: Path | None) -> None:
     """:class:`InputError` unless the file is one that frames can be appended to while the run goes on."""
-    if file is not None and file.suffix not in (".extxyz", ".xyz"):
+    if file is not None and file.suffix not in (".extxyz", ".xyz", ".zarr"):
         raise InputError(
-            f"--traj {file}: trajectories are written as .extxyz; `nvalchemi convert` makes others of them"
+            f"--traj {file}: trajectories are written as .extxyz or .zarr; `nvalchemi convert` makes others of them"
         )
 
 
@@ -87,6 +89,15 @@ def log_backend(file: Path) -> Literal["csv", "jsonl"]:
         case ".jsonl":
             return "jsonl"
     raise InputError(f"--log {file}: the suffix must be .csv or .jsonl")
+
+
+def why_not_writable(directory: Path) -> str | None:
+    """Why no file can be made there, or None. Tried, as permissions do not tell of every file system."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return error.strerror
 
 
 def write_text(file: Path, text: str) -> None:

@@ -1,6 +1,5 @@
 """``nvalchemi train``: a potential from labelled structures."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ from nvalchemi.cli import options
 if TYPE_CHECKING:
     import torch
 
+    from nvalchemi.cli.labelled_data import LabelledData
     from nvalchemi.cli.train_hooks import StopTraining
     from nvalchemi.cli.train_setup import TrainingSetup
     from nvalchemi.data.datasets import StructureDataset
@@ -47,18 +47,27 @@ def train(
     The directory that it names gets the model with the best validation, which `relax`, `md` and `eval` take as --model,
     checkpoints, a log, and the configuration.
     """
-    from nvalchemi.cli import output as outputs
     from nvalchemi.cli import session
-    from nvalchemi.cli.errors import RunError
+    from nvalchemi.cli.errors import InputError, RunError
     from nvalchemi.cli.interrupt import StopOnSignal, interrupted
-    from nvalchemi.cli.train_setup import CHECKPOINTS, TrainingSetup
+    from nvalchemi.cli.train_directory import check_directory, prepare_directory
+    from nvalchemi.cli.train_setup import CHECKPOINTS
 
-    setup = TrainingSetup.read(config)
-    outputs.check_outputs({"--report": report}, [config], overwrite=overwrite or resume)
-    going_on = _check_directory(setup, resume=resume, overwrite=overwrite)
+    if resume and overwrite:
+        raise InputError(
+            "--resume goes on with an earlier training and --overwrite removes it: give one of the two"
+        )
+    setup = _read(config)
+    _check_report(report, setup, overwrite=overwrite or resume)
+    going_on = check_directory(setup, resume=resume, overwrite=overwrite)
     session.set_threads(threads)
     where = session.choose_device(device)
-    model, parts = setup.make_model_and_parts(where)
+    model = setup.make_model(where)
+    data = setup.read_data(model)
+    if going_on:
+        setup.check_same_data(data)
+    _print_incomplete(setup, data)
+    parts = setup.make_parts(model, data, where)
     batches, validation = setup.loaders(parts)
     strategy = setup.make_strategy(model, batches, validation, where)
     stop = _register_observers(strategy, setup, len(batches), report=report, quiet=quiet)
@@ -66,7 +75,7 @@ def train(
         strategy.setup()
         typer.echo(strategy.describe_hooks())
         return
-    _prepare_directory(setup, keep=going_on)
+    prepare_directory(setup, data, keep=going_on)
     if going_on:
         _restore(strategy, setup)
     if not quiet:
@@ -100,39 +109,38 @@ def train(
         _print_results(setup, strategy, parts, where, report)
 
 
-def _check_directory(setup: "TrainingSetup", *, resume: bool, overwrite: bool) -> bool:
-    """Whether there is a checkpoint to go on from; :class:`InputError` when an earlier training is in the way."""
+def _read(config: Path) -> "TrainingSetup":
+    """The configuration; that `init` was forgotten is said."""
     from nvalchemi.cli.errors import InputError
-    from nvalchemi.cli.train_setup import CHECKPOINTS, CONFIG, LOG
-    from nvalchemi.training.archive import newest_first
+    from nvalchemi.cli.train_setup import TrainingSetup
 
-    directory, key = setup.directory, ("output", "directory")
-    if directory.exists() and not directory.is_dir():
-        raise setup.file.error(key, f"{directory} is a file")
-    if not ((directory / CHECKPOINTS).exists() or (directory / LOG).exists()) or overwrite:
-        return False
-    if not resume:
-        raise setup.file.error(
-            key, f"{directory} holds a training; --resume goes on with it, --overwrite removes it"
-        )
-    if not (directory / CONFIG).exists():
-        raise InputError(f"{directory} has no {CONFIG}: it was not made by `nvalchemi train`")
-    setup.check_unchanged()
-    return bool(newest_first(directory / CHECKPOINTS))
+    try:
+        return TrainingSetup.read(config)
+    except InputError as error:
+        if not config.exists() or config.suffix in (".yaml", ".yml"):
+            raise
+        raise InputError(
+            f"{config} is no configuration; if these are structures, first: nvalchemi init train {config}"
+        ) from error
 
 
-def _prepare_directory(setup: "TrainingSetup", *, keep: bool) -> None:
-    """Make the directory, without what an earlier training has left there."""
-    from nvalchemi.cli.train_hooks import MODEL_FILES
-    from nvalchemi.cli.train_setup import CHECKPOINTS, LOG
+def _check_report(report: Path | None, setup: "TrainingSetup", *, overwrite: bool) -> None:
+    from nvalchemi.cli import output as outputs
+    from nvalchemi.cli.errors import InputError
+    from nvalchemi.cli.train_directory import input_files
 
-    directory = setup.directory
-    if not keep:
-        shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)
-        for name in (LOG, *MODEL_FILES):
-            (directory / name).unlink(missing_ok=True)
-    directory.mkdir(parents=True, exist_ok=True)
-    setup.save()
+    if report is not None and report.suffix != ".html":
+        raise InputError(f"--report {report}: the suffix must be .html")
+    inputs = [setup.file.path, *input_files(setup).values()]
+    outputs.check_outputs({"--report": report}, inputs, overwrite=overwrite)
+
+
+def _print_incomplete(setup: "TrainingSetup", data: "Mapping[str, LabelledData]") -> None:
+    """What structures cannot be trained on; not silenced, as it may be a mistake in the name of a key."""
+    for name, each in data.items():
+        for line in each.incomplete(setup.labels):
+            key = line.partition(" ")[0] + "_key"
+            typer.echo(f"nvalchemi: warning: {line} (data.{name}, data.{key})", err=True)
 
 
 def _register_observers(
@@ -145,7 +153,7 @@ def _register_observers(
 ) -> "StopTraining":
     """Register what writes and shows; what ends the training on request is returned."""
     from nvalchemi.cli import session
-    from nvalchemi.cli.train_hooks import BestModel, StopTraining, TrainingLog, TrainingProgress
+    from nvalchemi.cli.train_hooks import BestModel, StopTraining, TrainingLog, progress_hook
     from nvalchemi.cli.train_setup import CHECKPOINTS, LOG
     from nvalchemi.training import CheckpointHook, EarlyStoppingHook
 
@@ -171,7 +179,7 @@ def _register_observers(
     )
     for hook in session.report_hooks(report):
         strategy.register_hook(hook)
-    strategy.register_hook(TrainingProgress(num_batches, config.training.epochs, quiet=quiet))
+    strategy.register_hook(progress_hook(num_batches, config.training.epochs, quiet=quiet))
     strategy.register_hook(checkpoints)
     strategy.register_hook(stop)
     return stop

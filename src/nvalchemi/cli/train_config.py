@@ -17,7 +17,7 @@ def _checked_share(value: float | Path | None) -> float | Path | None:
 
 
 _Part = Annotated[float | Path, AfterValidator(_checked_share)]
-_Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+_Weight = Annotated[float, Field(ge=0.0)]
 
 
 class DataConfig(Section):
@@ -89,7 +89,7 @@ class TrainingConfig(Section):
     """Epochs."""
     patience: PositiveInt | None = None
     """Validations without progress after which training ends."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     num_workers: Annotated[int, Field(ge=0)] = 0
 
 

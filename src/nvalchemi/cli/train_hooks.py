@@ -2,24 +2,22 @@
 
 import csv
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from nvalchemi.cli.evaluation import Quantity
+from nvalchemi.cli.progress import ProgressBar, ProgressHook
 from nvalchemi.dynamics.restart import cut_back, position_to_resume
 from nvalchemi.hooks import TrainContext
 from nvalchemi.models.painn import PaiNN
 from nvalchemi.training import TrainingStage
 
 MODEL_FILES = ("model.safetensors", "model.pth")
-_REDRAW_SECONDS = 0.2
+LOG_HEAD = ("epoch", "step", "seconds", "learning_rate", "loss", "validation_loss")
 
 
 def validated_now(ctx: TrainContext) -> Mapping[str, Any] | None:
@@ -71,9 +69,7 @@ class TrainingLog:
             cut_back(self.path, self._position)
         else:
             errors = [f"{q.metric}_mae ({q.unit})" for q in self.quantities]
-            self._write(
-                "w", ["epoch", "step", "seconds", "learning_rate", "loss", "validation_loss", *errors]
-            )
+            self._write("w", [*LOG_HEAD, *errors])
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -148,6 +144,7 @@ class BestModel:
         path = self.folder / model_file_name(model)
         temporary = path.with_name(f".{path.name}")
         model.export_model(temporary)
+        temporary.chmod(0o666 & ~_umask())  # safetensors leaves it to the owner alone
         os.replace(temporary, path)
 
     def state_dict(self) -> dict[str, float]:
@@ -159,61 +156,27 @@ class BestModel:
         self.best = state["best"]
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def model_file_name(model: nn.Module) -> str:
     """Name of the file that ``export_model`` writes: safetensors, or the checkpoint of the model's own package."""
     return MODEL_FILES[0] if isinstance(model, PaiNN) else MODEL_FILES[1]
 
 
-class TrainingProgress:
-    """A progress bar on standard error, if that is a terminal.
+def progress_hook(num_batches: int, num_epochs: int, *, quiet: bool) -> ProgressHook:
+    """The progress bar of a training of so many epochs of so many batches."""
 
-    Parameters
-    ----------
-    num_batches : int
-        Of one epoch.
-    num_epochs : int
-        Of the training.
-    quiet : bool
-        Show nothing in a terminal either.
-    """
+    def show(bar: ProgressBar, ctx: TrainContext) -> None:
+        loss = "" if ctx.loss is None else f"loss {float(ctx.loss):.4g}"
+        bar.show(ctx.batch_count, heading=f"epoch {ctx.epoch + 1}/{num_epochs}, batch", description=loss)
 
-    frequency = 1
-    stage = TrainingStage.AFTER_BATCH
-
-    def __init__(self, num_batches: int, num_epochs: int, *, quiet: bool) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("epoch {task.fields[epoch]}/" + str(num_epochs)),
-            BarColumn(),
-            TextColumn("{task.percentage:.0f} %"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            disable=quiet or not console.is_terminal,
-            # What is printed meanwhile appears above the bar, unless it goes elsewhere.
-            redirect_stdout=sys.stdout.isatty(),
-        )
-        self._task = self._progress.add_task("", total=num_batches * num_epochs, epoch=1)
-        self._drawn = 0.0
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __call__(self, ctx: TrainContext, stage: Any) -> None:
-        """Redraw the bar, unless that was done a moment ago."""
-        now = time.monotonic()
-        if not self._progress.disable and now - self._drawn > _REDRAW_SECONDS:
-            self._drawn = now
-            loss = "" if ctx.loss is None else f"loss {float(ctx.loss):.4g}"
-            self._progress.update(
-                self._task, completed=ctx.batch_count, description=loss, epoch=ctx.epoch + 1
-            )
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
+    return ProgressHook(
+        ProgressBar(num_batches * num_epochs, "batch", quiet=quiet), TrainingStage.AFTER_BATCH, show
+    )
 
 
 class StopTraining:

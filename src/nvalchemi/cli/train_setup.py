@@ -1,5 +1,6 @@
 """From a training configuration to a strategy, and back to the model that a training has left."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any
 
 import torch
 import yaml
+from ase.data import chemical_symbols
 
 from nvalchemi.cli.errors import InputError
 from nvalchemi.cli.evaluation import ATOMS_PER_BATCH, QUANTITIES, Quantity, evaluate
 from nvalchemi.cli.labelled_data import LABELS, LabelledData, read_labelled
+from nvalchemi.cli.output import write_text
 from nvalchemi.cli.train_config import PaiNNConfig, TrainConfig, TrainedConfig
 from nvalchemi.cli.train_hooks import MODEL_FILES
 from nvalchemi.cli.yaml_file import YamlFile
@@ -41,7 +44,9 @@ from nvalchemi.training import (
 from nvalchemi.training.archive import read_newest
 from nvalchemi.training.losses.base import LossTerm
 
-CONFIG, CHECKPOINTS, LOG = "config.yaml", "checkpoints", "log.csv"
+CONFIG, CHECKPOINTS, LOG, DATA = "config.yaml", "checkpoints", "log.csv", "training_data.json"
+PARTS = ("train", "validation", "test")
+CONFIG_HEAD = "# As `nvalchemi train` used it."
 NUM_BLOCKS = 30
 _HUBER = 0.01
 """eV per atom, eV/Å: the order of the errors that a good potential has."""
@@ -76,13 +81,41 @@ class TrainingSetup:
         """Where the training writes."""
         return self.folder / self.config.output.directory
 
-    def save(self) -> None:
-        """Write the configuration into the directory of the training, all defaults included."""
+    def save(self, data: Mapping[str, LabelledData]) -> None:
+        """Write the configuration, all defaults included, and what tells the data into the training's directory."""
         moved = self.config.relative_to(self.folder, self.directory)
         text = yaml.safe_dump(moved.model_dump(mode="json"), sort_keys=False)
         path = self.directory / CONFIG
         if path.resolve() != self.file.path.resolve():
-            path.write_text(f"# As `nvalchemi train` used it.\n{text}", encoding="utf-8")
+            write_text(path, f"{CONFIG_HEAD}\n{text}")
+        write_text(self.directory / DATA, json.dumps(self._fingerprints(data), indent=2) + "\n")
+
+    def _fingerprints(self, data: Mapping[str, LabelledData]) -> dict[str, dict[str, Any]]:
+        return {name: each.fingerprint(self.config.data.split) for name, each in data.items()}
+
+    def check_same_data(self, data: Mapping[str, LabelledData]) -> None:
+        """:class:`InputError` when they are not those that the training in the directory was begun with.
+
+        Its parts would be others: structures that were trained on would count as not seen.
+        """
+        path = self.directory / DATA
+        if not path.is_file():  # stopped before it was written
+            return
+        begun = json.loads(path.read_text(encoding="utf-8"))
+        for name, now in self._fingerprints(data).items():
+            before = begun.get(name, now)
+            if before != now:
+                frames = before["frames"], now["frames"]
+                how = (
+                    f"it has {frames[1]} structures and had {frames[0]}"
+                    if frames[0] != frames[1]
+                    else "other structures or labels are in it"
+                )
+                raise self.file.error(
+                    ("data", name),
+                    f"{data[name].source} was changed since the training began ({how}), so that structures which were "
+                    "trained on could count as left aside",
+                )
 
     def check_unchanged(self) -> None:
         """:class:`InputError` when the training in the directory was begun with another configuration."""
@@ -116,21 +149,24 @@ class TrainingSetup:
         trained = {names.get(label, label) for label in self.labels}
         return [quantity for quantity in QUANTITIES if quantity.metric in trained]
 
-    def make_model_and_parts(
-        self, device: torch.device
-    ) -> tuple[BaseModelMixin, dict[str, StructureDataset]]:
-        """The model, with reference energies of the training structures, and structures by part."""
-        model = self.make_model(device)
-        parts = self.read_parts(model)
+    def make_parts(
+        self, model: BaseModelMixin, data: Mapping[str, LabelledData], device: torch.device
+    ) -> dict[str, StructureDataset]:
+        """Structures by part: ``train``, ``validation`` and, where asked for, ``test``.
+
+        A new model takes its reference energies from the training structures.
+        """
+        parts = self._split(data)
+        self._check_labels(parts)
         try:
-            if isinstance(model, PaiNN) and isinstance(self.config.model, PaiNNConfig):
-                if "energy" in self.labels:
-                    model.fit_reference_energies(parts["train"])
-            elif "energy" in self.labels:
+            if isinstance(model, PaiNN) and not self.fine_tunes and "energy" in self.labels:
+                model.fit_reference_energies(parts["train"])
+            self._check_elements(model, parts)
+            if self.fine_tunes and "energy" in self.labels:
                 parts = self._on_the_scale_of(model, parts, device)
         except ValueError as error:
             raise InputError(f"{self.config.data.train}: {error}") from error
-        return model, parts
+        return parts
 
     def _on_the_scale_of(
         self, model: BaseModelMixin, parts: dict[str, StructureDataset], device: torch.device
@@ -162,51 +198,82 @@ class TrainingSetup:
         from nvalchemi.models.catalog import load_model
 
         path = self.folder / config.name
+        if Path(config.name).suffix in (".safetensors", ".pth", ".pt") and not path.is_file():
+            raise self.file.error(
+                ("model", "name"),
+                f"no such file: {path} (paths count from {self.folder}; was the folder moved?)",
+            )
         try:
             return load_model(path if path.is_file() else config.name, device=device)
         except (ValueError, ImportError) as error:
             raise self.file.error(("model", "name"), str(error)) from error
 
-    def read_parts(self, model: BaseModelMixin) -> dict[str, StructureDataset]:
-        """Structures by part: ``train``, ``validation`` and, where asked for, ``test``."""
-        config = self.config.data
-        data = self._read("train", config.train, model)
-        needed = self.labels
-        data.require(needed, {label: getattr(config, f"{label}_key") for label in LABELS})
-        if "stress" in needed and not all(bool(each.pbc.all()) for each in data.dataset):
-            raise self.file.error(
-                ("loss", "stress"),
-                "some structures have no cell periodic in three directions, and so no stress: set 0",
-            )
-        shares = {
-            name: share
-            for name in ("validation", "test")
-            if isinstance(share := getattr(config, name), float)
-        }
-        parts: dict[str, StructureDataset] = dict(self._split(data.dataset, shares))
-        for name in ("validation", "test"):
-            path = getattr(config, name)
-            if isinstance(path, Path):
-                parts[name] = self._read(name, path, model).dataset
-        return parts
+    def read_data(self, model: BaseModelMixin) -> dict[str, LabelledData]:
+        """Structures by the key that names their file: ``train``, and ``validation`` and ``test`` unless shares."""
+        files = {name: getattr(self.config.data, name) for name in PARTS}
+        return {name: self._read(name, path, model) for name, path in files.items() if isinstance(path, Path)}
 
     def _read(self, name: str, path: Path, model: BaseModelMixin) -> LabelledData:
         keys = {label: getattr(self.config.data, f"{label}_key") for label in LABELS}
         try:
-            return read_labelled(self.folder / path, model, keys)
+            data = read_labelled(self.folder / path, model, keys)
+            data.require(self.labels, keys)
         except InputError as error:
             raise self.file.error(("data", name), str(error)) from error
+        if "stress" in self.labels and not all(bool(each.pbc.all()) for each in data.dataset):
+            raise self.file.error(
+                ("loss", "stress"),
+                f"some structures of {path} have no cell periodic in three directions, and so no stress: set 0",
+            )
+        return data
 
-    def _split(
-        self, dataset: StructureDataset, shares: Mapping[str, float]
-    ) -> Mapping[str, StructureDataset]:
+    def _check_labels(self, parts: Mapping[str, StructureDataset]) -> None:
+        """:class:`InputError` when none of the structures drawn for a part has a label that the loss weighs."""
+        for name, part in parts.items():
+            for label in self.labels:
+                if not any(label in data and bool(data[label].isfinite().any()) for data in part):
+                    raise self.file.error(
+                        ("data", name),
+                        f"none of the {len(part)} structures of the {name} part, of {self._file_of(name)}, "
+                        f"has {label}; label more of them, leave out those without, or set loss.{label} to 0",
+                    )
+
+    def _check_elements(self, model: BaseModelMixin, parts: Mapping[str, StructureDataset]) -> None:
+        """:class:`InputError` when a part has an element that the model does not know."""
+        module: Any = model
+        buffers: dict[str, torch.Tensor] = dict(module.named_buffers())
+        tables = [table for name, table in buffers.items() if name.rpartition(".")[2] == "known_elements"]
+        known = set(range(119)).intersection(*(table.nonzero()[:, 0].tolist() for table in tables))
+        way_out = (
+            f"{self.config.model.name} was not made for it: leave such structures out, or take another model"
+            if self.fine_tunes
+            else "no training structure with an energy has it: put some with it there, or leave this one out"
+        )
+        for name, part in parts.items():
+            for data in part:
+                unknown = set(data.atomic_numbers.tolist()) - known
+                if unknown:
+                    raise self.file.error(
+                        ("data", name),
+                        f"{self._file_of(name)}, frame {int(data.system_id)}, in the {name} part, has "
+                        f"{chemical_symbols[min(unknown)]}; {way_out}",
+                    )
+
+    def _file_of(self, part: str) -> Path:
+        path = getattr(self.config.data, part)
+        return path if isinstance(path, Path) else self.config.data.train
+
+    def _split(self, data: Mapping[str, LabelledData]) -> dict[str, StructureDataset]:
+        files = {name: each.dataset for name, each in data.items()}
+        config, dataset = self.config.data, files["train"]
+        shares = {name: share for name in PARTS if isinstance(share := getattr(config, name), float)}
         if not shares:
-            return {"train": dataset}
+            return files
         if sum(shares.values()) >= 1:
             raise self.file.error(
                 ("data",), f"validation and test take {sum(shares.values()):g} of all structures"
             )
-        how = self.config.data.split
+        how = config.split
         by: object = None if how == "random" else how
         if how == "blocks":
             by = [k * NUM_BLOCKS // len(dataset) for k in range(len(dataset))]
@@ -220,7 +287,8 @@ class TrainingSetup:
                 raise self.file.error(
                     ("data", name), f"no structure of {len(dataset)} falls to the {name} part"
                 )
-        return parts
+        drawn = {**files, **parts}
+        return {name: drawn[name] for name in PARTS if name in drawn}
 
     def loss(self) -> ComposedLoss:
         """Loss function: errors of energies per atom, forces, stresses with their weights."""
@@ -373,6 +441,17 @@ def left_aside(path: Path, device: torch.device) -> tuple[str, StructureDataset]
     """
     if not (path / CONFIG).is_file():
         raise ValueError(f"not the directory of a training, which has a {CONFIG}")
-    _, parts = TrainingSetup.read(path / CONFIG).make_model_and_parts(device)
+    setup = TrainingSetup.read(path / CONFIG)
+    for name in PARTS:
+        file = getattr(setup.config.data, name)
+        if isinstance(file, Path) and not (path / file).exists():
+            raise ValueError(
+                f"data.{name} of its {CONFIG} is not there: {path / file} (paths count from the folder of the training "
+                "as it lay when it was made)"
+            )
+    model = setup.make_model(device)
+    data = setup.read_data(model)
+    setup.check_same_data(data)
+    parts = setup.make_parts(model, data, device)
     name = "test" if "test" in parts else "validation"
     return f"the {name} part", parts[name]

@@ -3,10 +3,17 @@
 import difflib
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from nvalchemi.cli.errors import InputError
@@ -19,7 +26,7 @@ _ABSENT = object()
 class Section(BaseModel):
     """Part of a configuration; keys that it does not know are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -33,6 +40,27 @@ class Section(BaseModel):
                     "unknown_key", "unknown key", {"unknown": unknown, "allowed": known}
                 )
         return values
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_values(cls, value: Any, field: ValidationInfo) -> Any:
+        """Pydantic takes ``true`` for 1."""
+        annotation = cls.model_fields[str(field.field_name)].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+            raise ValueError(
+                f"{str(value).lower()} does not fit here (YAML takes on, off, yes and no for it, too, unless quoted)"
+            )
+        return value
+
+
+class _Loader(yaml.SafeLoader):
+    """Values that YAML has a form of and Python has not, such as the 45th of a month, are errors with a line."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
 
 
 class YamlFile:
@@ -54,6 +82,10 @@ class YamlFile:
         try:
             self.text = path.read_text(encoding="utf-8")
             root = yaml.compose(self.text, Loader=yaml.SafeLoader)
+            self._lines: dict[_Key, int] = {(): 1}
+            if root is not None:
+                self._note_lines(root, ())
+            self.content: Any = yaml.load(self.text, Loader=_Loader)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -63,28 +95,33 @@ class YamlFile:
             raise InputError(f"{path}:{line}: not valid YAML: {error.problem}") from error
         except yaml.YAMLError as error:
             raise InputError(f"{path}: not valid YAML: {error}") from error
-        self._lines: dict[_Key, int] = {(): 1}
-        if root is not None:
-            self._note_lines(root, ())
-        self.content: Any = yaml.safe_load(self.text)
+        except RecursionError as error:
+            raise InputError(f"{path}: nested too deeply") from error
+        if self.content is None:
+            raise InputError(f"{path}: the file is empty")
         if not isinstance(self.content, dict):
             raise InputError(f"{path}: expected `key: value` lines, found {type(self.content).__name__}")
 
-    def _note_lines(self, node: yaml.Node, key: _Key) -> None:
+    def _note_lines(self, node: yaml.Node, key: _Key, above: tuple[yaml.Node, ...] = ()) -> None:
+        if node in above:
+            raise InputError(f"{self.path}:{self._lines[key]}: {_dotted(key)} contains itself")
+        above = (*above, node)
         if isinstance(node, yaml.MappingNode):
             for name, value in node.value:
-                inner = (*key, name.value)
                 line = name.start_mark.line + 1
+                if not isinstance(name, yaml.ScalarNode):
+                    raise InputError(f"{self.path}:{line}: a key must be a word")
+                inner = (*key, name.value)
                 if inner in self._lines:
                     raise InputError(
                         f"{self.path}:{line}: {_dotted(inner)} is given twice, first in line {self._lines[inner]}"
                     )
                 self._lines[inner] = line
-                self._note_lines(value, inner)
+                self._note_lines(value, inner, above)
         elif isinstance(node, yaml.SequenceNode):
             for index, value in enumerate(node.value):
                 self._lines[(*key, index)] = value.start_mark.line + 1
-                self._note_lines(value, (*key, index))
+                self._note_lines(value, (*key, index), above)
 
     def error(self, key: Sequence[Hashable], message: str) -> InputError:
         """Error about a key, or about the nearest one above it that the file has."""

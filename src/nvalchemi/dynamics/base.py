@@ -12,6 +12,7 @@ from nvalchemi.data import Batch
 from nvalchemi.dynamics import observables
 from nvalchemi.dynamics.active import ActiveGraphs, unchanged, version
 from nvalchemi.dynamics.admission import FAILED, complete_batch, mark_entry, release_atoms
+from nvalchemi.dynamics.clock import add_clock, set_clock
 from nvalchemi.dynamics.convergence import ConvergenceHook, Criterion
 from nvalchemi.dynamics.evaluation import Cutter, PieceEvaluator, as_cutter, forget_outputs, store_outputs
 from nvalchemi.dynamics.inflight import StructureFeed, check_parameters, refill, warn_of_lost_structures
@@ -317,6 +318,7 @@ class BaseDynamics(ActiveGraphs):
             (:func:`nvalchemi.dynamics.admission.complete_batch`), a restart file that is damaged or belongs
             to another engine or other structures.
         """
+        self._stop_requested = False
         if batch is not None and not isinstance(batch, Batch):
             raise TypeError(
                 f"run() takes a Batch, got {type(batch).__name__}: Batch.from_data_list([…]) makes one"
@@ -337,6 +339,8 @@ class BaseDynamics(ActiveGraphs):
             raise ValueError("run() needs n_steps or a convergence hook, or it would never end")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.global_rank = torch.distributed.get_rank()
+        if file is not None and file.is_stopped and batch is not None:
+            return batch
         if file is not None and file.run_is_over and batch is not None:
             # The program goes on in a later run, for which hooks stay as they were saved.
             with self._session:
@@ -361,17 +365,25 @@ class BaseDynamics(ActiveGraphs):
                     file.step_made(self, steps)
             if file is not None:
                 file.end_run(self, steps)
+                file.is_stopped = self._stop_requested
+            set_clock(batch, self.elapsed_time(batch))
             inputs = self.model.model_config.required_inputs | self.model.model_config.optional_inputs
             self._left_at = {name: version(batch.get(name)) for name in (*_FORCES_DEPEND_ON, *inputs)}
-            self._stop_requested = False
         return batch
 
     def request_stop(self) -> None:
         """End the run behind the step being made; a state saved then goes on from there.
 
-        May be called from a hook, a signal handler or another thread.
+        May be called from a hook, a signal handler or another thread. An engine of a :class:`FusedStage` stops that.
+        Between two runs there is nothing to stop, and the next one is made in full.
+
+        With a restart file the rest of the program is stopped, too: later runs of this engine with that file log a
+        warning and return at once, because the run that was stopped may have steps left that come before theirs. The
+        program started again, or a new engine with the file, makes them all.
         """
         self._stop_requested = True
+        if isinstance(self._whole, BaseDynamics):
+            self._whole.request_stop()
 
     @property
     def ends_by_itself(self) -> bool:
@@ -464,6 +476,9 @@ class BaseDynamics(ActiveGraphs):
             self._refresh_active(batch)
             self._undelivered = self._running
         if not self._is_as_left(batch):
+            for hook in self.hooks:
+                if isinstance(hook, NeighborListHook):
+                    hook.accept_edits()
             self.prepare(batch, torch.zeros(batch.num_graphs, dtype=torch.bool, device=batch.device))
             self._prime(batch)
         self._left_at = {}
@@ -484,6 +499,8 @@ class BaseDynamics(ActiveGraphs):
                 self._refresh_active(batch)
                 return batch
             self._admit(batch, admitted)
+            if self._steps_per_graph == 0:
+                self._graduate(batch)
             if self._num_active == batch.num_graphs:
                 return batch
 
@@ -513,6 +530,7 @@ class BaseDynamics(ActiveGraphs):
         """
         self._session.check()
         complete_batch(batch, self.model.model_config)
+        add_clock(batch)
         release_atoms(batch, admitted)
         self._batch = None
         self._add_neighbor_hook()
@@ -581,6 +599,7 @@ class BaseDynamics(ActiveGraphs):
             return
         skin = config.skin if "skin" in config.model_fields_set else DEFAULT_SKIN
         self._auto_hook = NeighborListHook(config, skin=skin)
+        self._auto_hook.gives_way = True
         self.register_hook(self._auto_hook)
 
     # ------------------------------------------------------------------ hooks

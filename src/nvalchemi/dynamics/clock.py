@@ -28,11 +28,17 @@ def time_since_start(batch: Batch, dt: Tensor) -> Tensor:
     return batch.clock_time[:, 0] + (steps - batch.clock_step[:, 0]) * dt
 
 
-def set_clock(batch: Batch, time: Tensor) -> None:
-    """Note the time of each graph, fs, ``[B]``; NaN: it stood still since it was noted last."""
+def add_clock(batch: Batch) -> None:
+    """Add the fields where they are absent: at step 0 the time was 0."""
     if CLOCK_STEP.name not in batch:
         batch.clock_step = torch.zeros_like(batch.system_step)
         batch.clock_time = batch.positions.new_zeros(batch.num_graphs, 1)
+
+
+def set_clock(batch: Batch, time: Tensor) -> None:
+    """Note the time of each graph, fs, ``[B]``; NaN: it stood still since it was noted last."""
+    if CLOCK_STEP.name not in batch:
+        return  # what is left of a run in which nothing could be admitted
     time = time[:, None].to(batch.clock_time.dtype)
     batch.clock_time.copy_(torch.where(time.isnan(), batch.clock_time, time))
     batch.clock_step.copy_(batch.system_step)

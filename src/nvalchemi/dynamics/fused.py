@@ -11,11 +11,13 @@ from torch import Tensor
 from nvalchemi.data import Batch
 from nvalchemi.dynamics.admission import mark_entry, release_atoms
 from nvalchemi.dynamics.base import BaseDynamics, ConvergenceHook
+from nvalchemi.dynamics.clock import set_clock
 from nvalchemi.dynamics.inflight import StructureFeed
 from nvalchemi.dynamics.sinks import DataSink
 from nvalchemi.dynamics.stages import DynamicsStage
 from nvalchemi.dynamics.state import Stateful
 from nvalchemi.hooks import Hook, NeighborListHook
+from nvalchemi.neighbors import NeighborListFormat
 
 
 class FusedStage(BaseDynamics):
@@ -31,7 +33,8 @@ class FusedStage(BaseDynamics):
     ----------
     stages : sequence of BaseDynamics
         At least two engines with the same model object. They belong to the fused stage from then on; a
-        :class:`~nvalchemi.hooks.NeighborListHook` of theirs becomes a hook of the fused stage.
+        :class:`~nvalchemi.hooks.NeighborListHook` of theirs becomes a hook of the fused stage, of several that make the
+        same kind of list the one with the largest cutoff.
     hooks : sequence of Hook, optional
         See every structure, at every stage behind the hooks of the engines. Hooks of an engine see its own
         structures as ``active_graph_mask`` and the engine as ``workflow``, whose ``step_count`` counts the steps in
@@ -79,7 +82,7 @@ class FusedStage(BaseDynamics):
         self._occupied: tuple[BaseDynamics, ...] = ()
         super().__init__(
             flat[0].model,
-            [*_taken_neighbor_hooks(flat), *own_hooks],
+            _without_narrower_lists([*_taken_neighbor_hooks(flat), *own_hooks]),
             n_steps=n_steps,
             exit_status=len(flat),
             sampler=stages[0].sampler if sampler is None else sampler,
@@ -197,6 +200,7 @@ class FusedStage(BaseDynamics):
         done = left & (status >= self.exit_status)
         if bool(done.any()):
             self._call_own_hooks_with(DynamicsStage.ON_GRADUATE, batch, graduated_mask=done)
+        set_clock(batch, self.elapsed_time(batch))
         self._owner = status.clone()
         self._refresh_active(batch)
         self._deliver(batch)
@@ -334,7 +338,7 @@ def _check_stages(stages: Sequence[BaseDynamics]) -> None:
 
 
 def _taken_neighbor_hooks(stages: Sequence[BaseDynamics]) -> list[Hook]:
-    """The first neighbour hook that a user gave to an engine; all of them leave their engines."""
+    """Neighbour hooks that a user gave to an engine; all of them leave their engines."""
     given: list[Hook] = []
     for stage in stages:
         for hook in stage.hooks:
@@ -343,4 +347,15 @@ def _taken_neighbor_hooks(stages: Sequence[BaseDynamics]) -> list[Hook]:
                 if hook is not stage._auto_hook:
                     given.append(hook)
         stage._auto_hook = None
-    return given[:1]
+    return given
+
+
+def _without_narrower_lists(hooks: Sequence[Hook]) -> list[Hook]:
+    """Hooks, with one neighbour hook for each kind of list: the first of those with the largest cutoff."""
+    widest: dict[tuple[NeighborListFormat, bool], NeighborListHook] = {}
+    for hook in hooks:
+        if isinstance(hook, NeighborListHook):
+            kind = hook.config.format, hook.config.half_list
+            if hook.config.cutoff > widest.setdefault(kind, hook).config.cutoff:
+                widest[kind] = hook
+    return [hook for hook in hooks if not isinstance(hook, NeighborListHook) or hook in widest.values()]

@@ -117,6 +117,8 @@ class RestartFile:
         self._run = 0
         self._saved: tuple[int, int] | None = None
         self._intact = False
+        self.is_stopped = False
+        """Whether a run was asked to stop: it may have steps left, which a later run must not be saved over."""
 
     @property
     def previous(self) -> Path:
@@ -129,6 +131,9 @@ class RestartFile:
 
     def begin_run(self, engine: "BaseDynamics") -> None:
         """Count one more run; at the first, give the engine the newest state there is."""
+        if self.is_stopped:
+            logger.warning("%s: run %d was asked to stop, no later run makes steps", self.path, self._run)
+            return
         self._run += 1
         if self._run > 1:
             return

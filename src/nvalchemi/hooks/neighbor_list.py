@@ -19,18 +19,26 @@ from nvalchemi.neighbors import (
     max_displacement_exceeds,
 )
 
-REFERENCE_POSITIONS = register_field(
-    Field(
-        "neighbor_reference_positions", "node", (3,), "float", "Å",
-        "positions for which the neighbour list was built; NaN: for none", neutral=math.nan, persistent=False,
+LIST_FIELD = {NeighborListFormat.COO: "neighbor_list", NeighborListFormat.MATRIX: "neighbor_matrix"}
+"""Field with the pairs, by format. A batch may have both, each made for positions and a cell of its own."""
+REFERENCE_POSITIONS = {
+    kind: register_field(
+        Field(
+            f"{name}_reference_positions", "node", (3,), "float", "Å",
+            f"positions for which {name} was built; NaN: for none", neutral=math.nan, persistent=False,
+        )
     )
-)  # fmt: skip
-REFERENCE_CELL = register_field(
-    Field(
-        "neighbor_reference_cell", "system", (3, 3), "float", "Å",
-        "cell for which the neighbour list was built; NaN: for none", neutral=math.nan, persistent=False,
+    for kind, name in LIST_FIELD.items()
+}  # fmt: skip
+REFERENCE_CELL = {
+    kind: register_field(
+        Field(
+            f"{name}_reference_cell", "system", (3, 3), "float", "Å",
+            f"cell for which {name} was built; NaN: for none", neutral=math.nan, persistent=False,
+        )
     )
-)  # fmt: skip
+    for kind, name in LIST_FIELD.items()
+}  # fmt: skip
 
 MAX_MOVE = 1e4
 """Å; an atom that moves further between two looks at the list, at most a few fs apart, is faster than light."""
@@ -65,16 +73,27 @@ class NeighborListHook:
     which for a fixed cell is the familiar u ≤ skin / 2. The list is made again when this fails for any graph,
     when graphs came, left or changed size or periodicity, and when somebody else removed it. Graphs for which
     it holds are searched as they were at their own last build, so that the list of a graph, order included,
-    depends on its own path only and results are the same to the bit in any company.
+    depends on its own path only. Results are then the same in any company as far as the model's are, which may
+    choose other kernels, with other round-off, for another mix of structures.
+
+    A workflow has one hook for each format: the model's matrix and a COO list for a bias, say, are two lists, and each
+    hook decides for its own. A second one for the same format is refused.
 
     Failed graphs (``status`` < 0) are left out: they have no pairs. A graph that cannot be searched, such as
-    one whose atoms flew off to infinity or move by more than ``MAX_MOVE`` at once, is retired where the
-    workflow can do that (:class:`nvalchemi.hooks.protocols.IsolatingWorkflow`), and is an error elsewhere.
+    one whose atoms flew off to infinity or move by more than ``MAX_MOVE`` from one step to the next, is retired where
+    the workflow can do that (:class:`nvalchemi.hooks.protocols.IsolatingWorkflow`), and is an error elsewhere.
 
     Attributes
     ----------
     num_builds : int
         Number of searches so far.
+    gives_way : bool
+        Whether a workflow added this hook by itself, so that one which a user registers takes its place.
+
+    Raises
+    ------
+    ValueError
+        A skin that is not a finite length; on registration, a hook for this format that is there already.
     """
 
     default_stages = ("BEFORE_COMPUTE", "BEFORE_FORWARD")
@@ -97,6 +116,11 @@ class NeighborListHook:
         self.stage = stage
         self.method = method
         self.num_builds = 0
+        self.gives_way = False
+        self._list = LIST_FIELD[self.config.format]
+        self._reference_positions = REFERENCE_POSITIONS[self.config.format].name
+        self._reference_cell = REFERENCE_CELL[self.config.format].name
+        self._edits_accepted = False
         self._structure: tuple[object, ...] = ()
         self._cell: tuple[Tensor | None, int] = (None, -1)
         self._status: tuple[Tensor | None, int] = (None, -1)
@@ -108,20 +132,40 @@ class NeighborListHook:
         """Å added to the cutoff."""
         return self.config.skin
 
+    def on_register(self, workflow: Any) -> None:
+        """Refuse to write into the list of another hook."""
+        for other in workflow.hooks:
+            if (
+                isinstance(other, NeighborListHook)
+                and other.config.format is self.config.format
+                and not other.gives_way
+            ):
+                raise ValueError(
+                    f"one NeighborListHook makes the {self.config.format} list, and there is one already: it has "
+                    f"{other.config!r}, the second {self.config!r}; register the one with the larger cutoff"
+                )
+
+    def accept_edits(self) -> None:
+        """Take the next positions however far the atoms have moved: somebody may have set them by hand."""
+        self._edits_accepted = True
+
     def __call__(self, ctx: HookContext, stage: Enum) -> None:
         """Rebuild the list if it may have become wrong."""
         if ctx.batch is None:
             raise ValueError(f"NeighborListHook needs a batch; stage {stage.name} has none")
-        if not self.needs_rebuild(ctx.batch):
-            return
+        if self.needs_rebuild(ctx.batch):
+            self._rebuild_or_retire(ctx, ctx.batch)
+        self._edits_accepted = False
+
+    def _rebuild_or_retire(self, ctx: HookContext, batch: Batch) -> None:
         while True:
             try:
-                self.rebuild(ctx.batch)
+                self.rebuild(batch)
                 return
             except UnsearchableStructureError as error:
                 if not isinstance(ctx.workflow, IsolatingWorkflow):
                     raise
-                ctx.workflow.retire(ctx.batch, {error.graph: str(error)})
+                ctx.workflow.retire(batch, {error.graph: str(error)})
 
     def needs_rebuild(self, batch: Batch) -> bool:
         """Whether the list in ``batch`` may miss a pair within the cutoff, or is not there."""
@@ -129,7 +173,7 @@ class NeighborListHook:
             return True
         cell: Tensor | None = batch.get("cell")
         if cell is self._cell[0] and (cell is None or cell._version == self._cell[1]):
-            positions, reference = batch.positions, batch.neighbor_reference_positions
+            positions, reference = batch.positions, batch[self._reference_positions]
             failed = self._failed_graphs(batch)
             if failed is not None:
                 positions = torch.where(failed[batch.batch_idx].unsqueeze(-1), reference, positions)
@@ -143,14 +187,14 @@ class NeighborListHook:
         outdated: Tensor | None = None
         if (
             self.skin > 0.0
-            and REFERENCE_POSITIONS.name in batch
-            and (cell is None or REFERENCE_CELL.name in batch)
+            and self._reference_positions in batch
+            and (cell is None or self._reference_cell in batch)
         ):
             outdated = self._outdated(batch)
-            if self.owns_list(batch):
-                _check_moves(batch, outdated)
-            x = _where(outdated[batch.batch_idx], batch.positions, batch.neighbor_reference_positions)
-            h = None if cell is None else _where(outdated, cell, batch.neighbor_reference_cell)
+            if self.owns_list(batch) and not self._edits_accepted:
+                self._check_moves(batch, outdated)
+            x = _where(outdated[batch.batch_idx], batch.positions, batch[self._reference_positions])
+            h = None if cell is None else _where(outdated, cell, batch[self._reference_cell])
         else:
             x, h = batch.positions, cell
         searched_x, searched_h, pbc = x, h, None
@@ -169,9 +213,9 @@ class NeighborListHook:
         )
         self.num_builds += 1
         if self.skin > 0.0:
-            _copy_into(batch, REFERENCE_POSITIONS.name, searched_x)
+            _copy_into(batch, self._reference_positions, searched_x)
             if cell is not None and h is not None:
-                _copy_into(batch, REFERENCE_CELL.name, h)
+                _copy_into(batch, self._reference_cell, h)
             # Displacements alone decide only as long as every cell is the one that was searched.
             same_cell = cell is None or h is None or torch.equal(h, cell)
             self._cell = (cell, -1 if cell is None else cell._version) if same_cell else (None, -1)
@@ -215,9 +259,11 @@ class NeighborListHook:
         batch, saved, self._saved_config = ctx.batch, self._saved_config, None
         if batch is None or saved != self.config.model_dump(mode="json"):
             return
+        if self._reference_positions not in batch:
+            return
         self._structure = self._structure_of(batch)
         cell: Tensor | None = batch.get("cell")
-        reference: Tensor | None = batch.get(REFERENCE_CELL.name)
+        reference: Tensor | None = batch.get(self._reference_cell)
         is_reference = cell is None or (reference is not None and torch.equal(cell, reference))
         self._cell = (cell, -1 if cell is None else cell._version) if is_reference else (None, -1)
 
@@ -227,37 +273,35 @@ class NeighborListHook:
 
     def _structure_of(self, batch: Batch) -> tuple[object, ...]:
         """Objects that are replaced when graphs come, leave or change size or periodicity, or the list is replaced."""
-        matrix = self.config.format is NeighborListFormat.MATRIX
-        lists = batch.get("neighbor_matrix" if matrix else "neighbor_list")
         ids: Tensor | None = batch.get("system_id")
         pbc: Tensor | None = batch.get("pbc")
         return (
             batch,
             batch.batch_ptr,
-            lists,
+            batch.get(self._list),
             ids,
             -1 if ids is None else ids._version,
             pbc,
             -1 if pbc is None else pbc._version,
-            batch.get(REFERENCE_POSITIONS.name),
+            batch.get(self._reference_positions),
         )
 
     def _outdated(self, batch: Batch) -> Tensor:
         """Graphs whose list may miss a pair, or that have none: bool ``[B]``; decided for each graph as if alone."""
         half = self.skin / 2
-        d = batch.positions - batch.neighbor_reference_positions
+        d = batch.positions - batch[self._reference_positions]
         # The arithmetic of max_displacement_exceeds, so that both always agree. Not "greater than": NaN has moved.
         squares = d[:, 0] * d[:, 0] + d[:, 1] * d[:, 1] + d[:, 2] * d[:, 2]
         outdated = _any_per_graph(~(squares.double() <= half * half), batch)
         cell: Tensor | None = batch.get("cell")
         if cell is not None and not (cell is self._cell[0] and cell._version == self._cell[1]):
-            deformed = (cell != batch.neighbor_reference_cell).flatten(1).any(1)
+            deformed = (cell != batch[self._reference_cell]).flatten(1).any(1)
             outdated = torch.where(deformed, self._deformed_too_far(batch), outdated)
         failed = self._failed_graphs(batch)
         return outdated if failed is None else outdated & ~failed
 
     def _deformed_too_far(self, batch: Batch) -> Tensor:
-        cell, reference = batch.cell.double(), batch.neighbor_reference_cell.double()
+        cell, reference = batch.cell.double(), batch[self._reference_cell].double()
         eye = torch.eye(3, dtype=cell.dtype, device=cell.device)
         # Graphs without a cell (all zeros) cannot be deformed; a singular cell whose vectors are only
         # partly given is left to the search.
@@ -265,27 +309,25 @@ class NeighborListHook:
         inverse, info = torch.linalg.inv_ex(torch.where(has_cell[:, None, None], reference, eye))
         deformation = torch.where(has_cell[:, None, None], inverse @ cell, eye)
         strain = (deformation - eye).norm(dim=(-2, -1))
-        followed = (
-            batch.neighbor_reference_positions.double().unsqueeze(-2) @ deformation[batch.batch_idx]
-        ).squeeze(-2)
+        before: Tensor = batch[self._reference_positions].double()
+        followed = (before.unsqueeze(-2) @ deformation[batch.batch_idx]).squeeze(-2)
         moved = (batch.positions.double() - followed).norm(dim=-1)
         allowed = self.skin - strain * self.config.search_cutoff
         too_far = _any_per_graph(~(2 * moved <= allowed[batch.batch_idx]), batch)
         return too_far | ~(allowed >= 0) | (info != 0)
 
-
-def _check_moves(batch: Batch, graphs: Tensor) -> None:
-    """Refuse a move from one step to the next that no motion can make."""
-    squares = (batch.positions - batch.neighbor_reference_positions).double().square().sum(1)
-    atoms = (squares > MAX_MOVE**2) & graphs[batch.batch_idx]
-    if bool(atoms.any()):
-        atom = int(atoms.nonzero()[0, 0])
-        graph = int(batch.batch_idx[atom])
-        raise UnsearchableStructureError(
-            f"atom {atom - int(batch.batch_ptr[graph])} of {batch.describe_graph(graph)} moved "
-            f"{float(squares[atom].sqrt()):g} Å at once",
-            graph,
-        )
+    def _check_moves(self, batch: Batch, graphs: Tensor) -> None:
+        """Refuse a move from one step to the next that no motion can make."""
+        squares = (batch.positions - batch[self._reference_positions]).double().square().sum(1)
+        atoms = (squares > MAX_MOVE**2) & graphs[batch.batch_idx]
+        if bool(atoms.any()):
+            atom = int(atoms.nonzero()[0, 0])
+            graph = int(batch.batch_idx[atom])
+            raise UnsearchableStructureError(
+                f"atom {atom - int(batch.batch_ptr[graph])} of {batch.describe_graph(graph)} moved "
+                f"{float(squares[atom].sqrt()):g} Å at once",
+                graph,
+            )
 
 
 def _any_per_graph(atoms: Tensor, batch: Batch) -> Tensor:

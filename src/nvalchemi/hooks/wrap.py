@@ -11,6 +11,7 @@ from nvalchemi.data import Batch
 from nvalchemi.hooks.context import HookContext, active_graphs
 from nvalchemi.hooks.neighbor_list import REFERENCE_POSITIONS, NeighborListHook
 from nvalchemi.hooks.registry import HookRegistryMixin
+from nvalchemi.neighbors import NeighborListFormat
 
 
 class WrapPeriodicHook:
@@ -62,7 +63,7 @@ class WrapPeriodicHook:
         if "neighbor_list_shifts" in batch:
             _shift_list(batch, n, crossed)
         if "neighbor_matrix_shifts" in batch:
-            _shift_matrix(batch, n, crossed, full=_has_full_list(ctx, batch))
+            _shift_matrix(batch, n, crossed, full=_has_full_matrix(ctx, batch))
 
     def _inverse_cell(self, cell: Tensor) -> Tensor:
         known, version, inverse = self._inverse
@@ -81,12 +82,12 @@ def _move_compiled(batch: Batch, inverse: Tensor, axes: Tensor) -> tuple[Tensor,
     from nvalchemi._kernels.wrap import wrap_atoms
 
     positions = batch.positions
-    reference: Tensor | None = batch.get(REFERENCE_POSITIONS.name)
+    references = [batch.get(field.name) for field in REFERENCE_POSITIONS.values()]
     n = torch.zeros_like(positions, dtype=torch.int32)
     crossed = torch.zeros_like(batch.batch_idx, dtype=torch.bool)
     count: int = wrap_atoms(
         positions.numpy(),
-        (positions[:0] if reference is None else reference).numpy(),
+        *((positions[:0] if reference is None else reference).numpy() for reference in references),
         batch.cell.numpy(),
         inverse.numpy(),
         axes.numpy(),
@@ -97,8 +98,9 @@ def _move_compiled(batch: Batch, inverse: Tensor, axes: Tensor) -> tuple[Tensor,
     if count > 0:
         # Compiled code wrote, which torch cannot see.
         increment_version(positions)
-        if reference is not None:
-            increment_version(reference)
+        for reference in references:
+            if reference is not None:
+                increment_version(reference)
     return n, crossed, count
 
 
@@ -112,8 +114,9 @@ def _move_portable(batch: Batch, inverse: Tensor, axes: Tensor) -> tuple[Tensor,
     n = images.int()
     crossed = (n != 0).any(1)
     batch.positions.sub_(move)
-    if REFERENCE_POSITIONS.name in batch:
-        batch.neighbor_reference_positions.sub_(move)
+    for field in REFERENCE_POSITIONS.values():
+        if field.name in batch:
+            batch[field.name].sub_(move)
     return n, crossed, int(crossed.sum())
 
 
@@ -132,12 +135,15 @@ def _shift_list(batch: Batch, n: Tensor, crossed: Tensor) -> None:
         shifts.add_((n[j] - n[i]).to(shifts.dtype))
 
 
-def _has_full_list(ctx: HookContext, batch: Batch) -> bool:
-    """Whether the list is known to have each pair in both directions; where others made it, it may be a half list."""
+def _has_full_matrix(ctx: HookContext, batch: Batch) -> bool:
+    """Whether the matrix is known to have each pair in both directions; where others made it, it may be a half list."""
     workflow = ctx.workflow
     hooks = workflow.hooks if isinstance(workflow, HookRegistryMixin) else ()
     return any(
-        isinstance(hook, NeighborListHook) and not hook.config.half_list and hook.owns_list(batch)
+        isinstance(hook, NeighborListHook)
+        and hook.config.format is NeighborListFormat.MATRIX
+        and not hook.config.half_list
+        and hook.owns_list(batch)
         for hook in hooks
     )
 
