@@ -6,15 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nvalchemi import units
-from nvalchemi.hooks.protocols import CompositeWorkflow
+from nvalchemi.hooks.protocols import CompositeWorkflow, ObservableWorkflow
 from nvalchemi.hooks.reporting.recording import MOST_LINES, Recording
 from nvalchemi.hooks.reporting.series import PointSample
 from nvalchemi.hooks.reporting.settings import describe, describe_model
 from nvalchemi.hooks.reporting.snapshot import ScalarSnapshot
 from nvalchemi.hooks.reporting.structures import StructureLog, StructureRecord
-from nvalchemi.hooks.reporting.watch import StageClock
+from nvalchemi.hooks.reporting.watch import RunWatch, StageClock
 
 Section = dict[str, Any]
+
+_INTERNAL = frozenset({RunWatch.__name__, StageClock.__name__})
+"""Hooks that an orchestrator registers: its own doing."""
 
 _MOST_ROWS = 5000
 """Structures in the table; those that need a look come first."""
@@ -49,6 +52,44 @@ _SIMULATION = (
 )
 
 
+# ---------------------------------------------------------------------- what it is, and how it stands
+def title(workflow: Any, model: Any, latest: ScalarSnapshot | None) -> str:
+    """What is done, with which model and which engine."""
+    name = _model_name(model)
+    if workflow is None or latest is None:
+        return "Report"
+    engine = type(workflow).__name__
+    if not latest.graphs:
+        words = "Training" if any(key.startswith(("loss/", "validation/")) for key in latest) else engine
+    else:
+        if isinstance(workflow, CompositeWorkflow):
+            engine = ", then ".join(type(part).__name__ for part in workflow.parts)
+        relaxes = "time" not in latest and isinstance(workflow, ObservableWorkflow) and workflow.targets()
+        cells = describe(workflow).get("coordinates") == "CellCoordinates"
+        kind = "Relaxation of atoms and cell" if cells else "Relaxation"
+        words = f"{kind if relaxes or cells else 'Molecular dynamics'} ({engine})"
+        if name:
+            return f"{words}, {name}"
+    return f"{words} {name}".strip()
+
+
+def _model_name(model: Any) -> str:
+    """Class of a model, without the words that every wrapper has."""
+    if model is None:
+        return ""
+    return type(model).__name__.removesuffix("Wrapper").removesuffix("Model") or type(model).__name__
+
+
+def outcome(log: StructureLog, targets: Mapping[str, float]) -> str:
+    """What is to be said of a run that has come to its end; ``""`` when all is well."""
+    failed = log.counts["failed"]
+    words = f", {failed} failed" if failed else ""
+    good = log.counts["converged"] + log.counts["done"]
+    if targets and good < len(log):
+        return f": {good} of {len(log)} converged{words}"
+    return words
+
+
 # ---------------------------------------------------------------------- tiles
 def tiles(state: ScalarSnapshot, targets: Mapping[str, float]) -> list[Section]:
     """The numbers that matter now."""
@@ -69,7 +110,7 @@ def tiles(state: ScalarSnapshot, targets: Mapping[str, float]) -> list[Section]:
     else:
         tile("Time", state["time"] / 1e3, "ps")
         tile("Temperature", state.get("temperature"), "K", "mean of this moment")
-    tile("Loss", state.get("loss/total"))
+    tile("Loss", state.get("loss/total"), note="of the last batch")
     for name, label, unit in (
         ("validation/energy_per_atom_mae", "Energy error", "meV/atom"),
         ("validation/forces_mae", "Force error", "meV/Å"),
@@ -105,7 +146,9 @@ def _simulation_charts(recording: Recording, targets: Mapping[str, float]) -> li
             continue
         if quantity == "volume" and _is_constant(curve.column("volume/mid")[1]):
             continue
-        x_label, series = (_lines if single else _bands)(recording, quantity, factor)
+        x_label, series, note = (_lines if single else _bands)(
+            recording, quantity, factor, _RUNAWAY[logarithmic]
+        )
         found.append(
             {
                 "title": title,
@@ -114,9 +157,7 @@ def _simulation_charts(recording: Recording, targets: Mapping[str, float]) -> li
                 "log": logarithmic,
                 "target": targets.get(quantity) if quantity == "fmax" else None,
                 "series": series,
-                "note": ""
-                if single
-                else "Line: median of the structures; band: 10 to 90 %; dashes: largest.",
+                "note": note,
             }
         )
     fractions = curve.column("converged_fraction")
@@ -128,20 +169,33 @@ def _simulation_charts(recording: Recording, targets: Mapping[str, float]) -> li
     return found
 
 
-def _lines(recording: Recording, quantity: str, factor: float) -> tuple[str, list[Section]]:
-    """One line for each structure, over its own steps or time."""
+def _lines(
+    recording: Recording, quantity: str, factor: float, runaway: float
+) -> tuple[str, list[Section], str]:
+    """One line for each structure, over its own steps or time; the axis fits those that have not run away."""
     series: list[Section] = []
     timed = any("time" in curve.names() for _, curve in recording.structures)
+    sizes: list[float] = []
     for record, curve in recording.structures:
         steps, values = curve.column(quantity)
         times = dict(zip(*curve.column("time"), strict=True)) if timed else {}
         x = [times[step] / 1e3 if timed else step for step in steps if not timed or step in times]
         if len(x) == len(steps) > 1:
-            series.append({"name": _label(record), "x": x, "y": [factor * y for y in values]})
-    return ("time / ps" if timed else "step"), series
+            y = [factor * value for value in values]
+            series.append({"name": _label(record), "x": x, "y": y, "outside": record.status == "failed"})
+            sizes.append(_size(y))
+    usual = sorted(size for size, line in zip(sizes, series, strict=True) if not line["outside"])
+    if usual:
+        largest = runaway * usual[(len(usual) - 1) // 2]
+        of_failed = min(largest, 3 * usual[-1])
+        for size, line in zip(sizes, series, strict=True):
+            line["outside"] = size > 0 and size > (of_failed if line["outside"] else largest)
+    return ("time / ps" if timed else "step"), series, _outside_note(series)
 
 
-def _bands(recording: Recording, quantity: str, factor: float) -> tuple[str, list[Section]]:
+def _bands(
+    recording: Recording, quantity: str, factor: float, runaway: float
+) -> tuple[str, list[Section], str]:
     """Median, quantiles and largest of all structures, over the steps of the engine or the time they share."""
     curve = recording.curve
     steps, middle = curve.column(f"{quantity}/mid")
@@ -150,11 +204,32 @@ def _bands(recording: Recording, quantity: str, factor: float) -> tuple[str, lis
     timed = all(step in shared for step in steps)
     x = [shared[step] / 1e3 if timed else step for step in steps]
     scaled = [[factor * y for y in values] for values in (middle, low, high, largest)]
-    median: Section = {"name": "median", "x": x, "y": scaled[0], "low": scaled[1], "high": scaled[2]}
-    return ("time / ps" if timed else "step"), [
-        median,
-        {"name": "largest", "x": x, "y": scaled[3], "dashed": True},
+    usual = max(_size(scaled[1]), _size(scaled[2]))
+    series: list[Section] = [
+        {"name": "median", "x": x, "y": scaled[0], "low": scaled[1], "high": scaled[2]},
+        {
+            "name": "largest",
+            "x": x,
+            "y": scaled[3],
+            "dashed": True,
+            "outside": 0 < runaway * usual < _size(scaled[3]),
+        },
     ]
+    note = "Line: median of the structures; band: 10 to 90 %; dashes: largest. " + _outside_note(series)
+    return ("time / ps" if timed else "step"), series, note.strip()
+
+
+_RUNAWAY = {False: 100.0, True: 1e4}
+"""Times the usual size of a quantity, on a plain and on a logarithmic axis: what is larger does not set the range."""
+
+
+def _size(values: Sequence[float]) -> float:
+    return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+
+
+def _outside_note(series: Sequence[Section]) -> str:
+    names = [line["name"] for line in series if line.get("outside")]
+    return f"The axis leaves out the extremes of: {', '.join(names)}." if names else ""
 
 
 def _is_constant(values: Sequence[float]) -> bool:
@@ -196,13 +271,13 @@ def _training_charts(recording: Recording) -> list[Section]:
     for quantity, title, unit in (
         ("energy_per_atom", "Energy error per atom", "meV/atom"),
         ("forces", "Force error", "meV/Å"),
-        ("stress", "Stress error", "meV/Å³"),
+        ("stress", "Stress error", "GPa"),
     ):
-        series = []
+        series, factor = [], 1 / units.GPa if quantity == "stress" else 1e3
         for kind, words in (("mae", "mean absolute"), ("rmse", "root mean square")):
             x, y = validations.column(f"validation/{quantity}_{kind}")
             if x:
-                series.append({"name": words, "x": x, "y": [1e3 * value for value in y], "points": True})
+                series.append({"name": words, "x": x, "y": [factor * value for value in y], "points": True})
         if series:
             found.append(
                 {"title": title, "x": "step", "y": unit, "log": True, "series": series, "note": "Validation."}
@@ -237,24 +312,28 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 def parity_plots(samples: Mapping[str, PointSample]) -> list[Section]:
     """Prediction over label, of the last validation."""
-    names = {
-        "energy": ("Energy per atom", "eV/atom", "meV/atom"),
-        "forces": ("Force components", "eV/Å", "meV/Å"),
-    }
     return [
         {
-            "title": names[name][0],
-            "unit": names[name][1],
-            "error_unit": names[name][2],
-            "mae": 1e3 * sample.mae,
-            "rmse": 1e3 * sample.rmse,
+            "title": heading,
+            "unit": unit,
+            "error_unit": error_unit,
+            "mae": error_factor * sample.mae,
+            "rmse": error_factor * sample.rmse,
             "count": sample.count,
-            "x": sample.labels.tolist(),
-            "y": sample.predictions.tolist(),
+            "x": (factor * sample.labels).tolist(),
+            "y": (factor * sample.predictions).tolist(),
         }
-        for name, sample in samples.items()
-        if sample.count
+        for name, (heading, unit, factor, error_unit, error_factor) in _PARITY.items()
+        if (sample := samples.get(name)) is not None and sample.count
     ]
+
+
+_PARITY = {
+    "energy": ("Energy per atom", "eV/atom", 1.0, "meV/atom", 1e3),
+    "forces": ("Force components", "eV/Å", 1.0, "meV/Å", 1e3),
+    "stress": ("Stress components", "GPa", 1 / units.GPa, "GPa", 1 / units.GPa),
+}
+"""Title, unit and factor of the values, unit and factor of the errors."""
 
 
 # ---------------------------------------------------------------------- tables
@@ -281,8 +360,18 @@ def structure_table(log: StructureLog) -> Section | None:
         "reasons": [record.reason for record in records],
         "status_column": shown.index(4),
         "total": len(log),
+        "note": _before_note(log),
         "counts": {status: count for status, count in log.counts.most_common() if count},
     }
+
+
+def _before_note(log: StructureLog) -> str:
+    """What "before" is in a run that goes on with one of which nothing is known."""
+    steps = sorted({record.first_step for record in log if record.first_step})
+    if not steps:
+        return ""
+    which = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+    return f"“before” is the state after step {which}, where this run went on."
 
 
 def _row(record: StructureRecord) -> list[Any]:
@@ -316,9 +405,13 @@ def timing(clock: StageClock | None, elapsed: float) -> Section | None:
         {"name": name, "words": _INTERVALS.get(name, ""), "ms": 1e3 * seconds, "share": 100 * seconds / step}
         for name, seconds in times.items()
     ]
+    spent: dict[str, float] = {}
+    for name, seconds in clock.hook_times().items():
+        shown = "ReportingOrchestrator" if name in _INTERNAL else name
+        spent[shown] = spent.get(shown, 0.0) + seconds
     hooks = [
         {"name": name, "s": seconds, "share": 100 * seconds / elapsed}
-        for name, seconds in sorted(clock.hook_times().items(), key=lambda item: -item[1])
+        for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
     ]
     return {"step_ms": 1e3 * step, "stages": stages, "hooks": hooks}
 
@@ -339,6 +432,7 @@ def settings(workflow: Any, model: Any) -> list[Section]:
         rows = [
             [type(hook).__name__, ", ".join(f"{name}={words}" for name, words in describe(hook).items())]
             for hook in hooks
+            if type(hook).__name__ not in _INTERNAL
         ]
         found.append({"title": "Hooks", "rows": rows})
     return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nvalchemi.data import Batch
-from nvalchemi.hooks.context import DynamicsContext, HookContext
+from nvalchemi.hooks.context import DynamicsContext, HookContext, TrainContext
 from nvalchemi.hooks.protocols import (
     ClosableHook,
     ObservableWorkflow,
@@ -22,8 +22,10 @@ from nvalchemi.hooks.protocols import (
 )
 from nvalchemi.hooks.reporting.rates import Budget, Rates
 from nvalchemi.hooks.reporting.reporter import (
+    DrawingReporter,
     EventReporter,
     Reporter,
+    ResumingReporter,
     SamplingReporter,
     TimedReporter,
     ValidationReporter,
@@ -50,7 +52,8 @@ class ReportingOrchestrator:
     stages : collection of str or Enum, default {"AFTER_OPTIMIZER_STEP", "AFTER_STEP"}
         Where to report; names that a workflow does not have are passed over.
     frequency : int, default 1
-        Report every so many steps.
+        Report every so many steps; in training these are optimizer steps, of which each is reported once, however many
+        batches it takes.
     error_policy : {"raise", "warn", "ignore"}, default "raise"
         What an error of a reporter does: end the run; become a ``UserWarning``; be logged only. It names the
         reporter, and the others are called all the same. What ends the run is never held up by a reporter.
@@ -75,8 +78,8 @@ class ReportingOrchestrator:
     :class:`~nvalchemi.hooks.reporting.watch.StageClock`. The reporters of this package also show every
     validation, and the state at the end of a run, whatever the frequency.
 
-    Where all reporters are for the eye (:class:`RichReporter`, :class:`HTMLReporter`), reports are left out that would
-    take more than 0.1 s and 1 % of the time of the run.
+    Where all reporters are for the eye (:class:`RichReporter`, :class:`HTMLReporter`), only every second, every fourth
+    … report is collected as soon as collecting has taken more than 0.5 s and 1 % of the time of the run.
 
     Examples
     --------
@@ -124,6 +127,7 @@ class ReportingOrchestrator:
         self._clock = StageClock() if any(isinstance(r, TimedReporter) for r in self.reporters) else None
         self._opened: list[Reporter] | None = None
         self._seen: tuple[HookContext, Enum] | None = None
+        self._has_run = False
 
     # ------------------------------------------------------------------ as a hook
     def _runs_on_stage(self, stage: Enum) -> bool:
@@ -150,15 +154,32 @@ class ReportingOrchestrator:
             self._clock.measure(workflow)
 
     def __call__(self, ctx: HookContext, stage: Enum) -> None:
-        """Collect and report."""
-        reporters = self._open_reporters() if ctx.global_rank == 0 else ()
-        if not self._budget.begin(needed=self._needs_every_report):
+        """Collect and report; not after a batch of training that made no step."""
+        if stage.name == "AFTER_OPTIMIZER_STEP" and isinstance(ctx, TrainContext) and ctx.step_made is False:
             return
-        state = self._reduced(self._collect(ctx, stage))
+        reporters = self._open_reporters() if ctx.global_rank == 0 else ()
+        if self._budget.begin(needed=self._needs_every_report):
+            state = self._reduced(self._collect(ctx, stage))
+            for reporter in reporters:
+                with self._guarded(reporter):
+                    reporter.report(ctx, stage, state)
+            self._budget.end()
         for reporter in reporters:
-            with self._guarded(reporter):
-                reporter.report(ctx, stage, state)
-        self._budget.end()
+            if isinstance(reporter, DrawingReporter):
+                with self._guarded(reporter):
+                    reporter.refresh()
+
+    def on_resume(self, ctx: HookContext) -> None:
+        """Take up the structures that a restart has brought back, and what reporters have kept of the run so far."""
+        if isinstance(ctx, DynamicsContext) and ctx.batch is not None and len(self.structures) == 0:
+            self.structures.admit(ctx.batch, None)
+            self._resume_reporters(ctx, ctx.step_count)
+
+    def _resume_reporters(self, ctx: HookContext, step: int) -> None:
+        for reporter in self.reporters if ctx.global_rank == 0 else ():
+            if isinstance(reporter, ResumingReporter):
+                with self._guarded(reporter):
+                    reporter.report_resume(ctx, step, self.structures)
 
     def __enter__(self) -> Self:
         self._rates.restart()
@@ -199,6 +220,9 @@ class ReportingOrchestrator:
     def note_event(self, ctx: HookContext, stage: Enum) -> None:
         """Take up what the :class:`~nvalchemi.hooks.reporting.watch.RunWatch` saw."""
         self._see(ctx, stage)
+        if isinstance(ctx, TrainContext) and ctx.step_count > 0 and not self._has_run:
+            self._resume_reporters(ctx, ctx.step_count)
+        self._has_run = True
         if ctx.global_rank == 0:
             self._open_reporters()
         if stage.name == "AFTER_VALIDATION":

@@ -49,7 +49,7 @@
     const status = report.status;
     const header = add(root, "header");
     add(header, "h1", {}, report.title);
-    add(header, "span", { class: "badge " + status.state.split(/[ :]/)[0], role: "status" }, status.state);
+    const badge = add(header, "span", { class: "badge " + (status.warn ? "warn" : status.state.split(/[ :]/)[0]), role: "status" }, status.state);
     const words = ["ran for " + duration(status.elapsed_s)];
     if (status.eta_s !== null) words.push("about " + duration(status.eta_s) + " left");
     words.push("written " + status.written);
@@ -67,14 +67,25 @@
     if (status.state === "running") {
       line.append(" · ");
       const button = add(line, "button", { "aria-pressed": "true" }, "reloads every 10 s");
-      let timer = setTimeout(() => location.reload(), 10000);
-      button.addEventListener("click", () => {
-        const on = button.getAttribute("aria-pressed") !== "true";
-        button.setAttribute("aria-pressed", on);
-        clearTimeout(timer);
-        if (on) timer = setTimeout(() => location.reload(), 10000);
-      });
+      const pressed = () => button.getAttribute("aria-pressed") === "true";
+      button.addEventListener("click", () => button.setAttribute("aria-pressed", !pressed()));
+      // A run that was killed cannot say so: its page only gets no newer.
+      const silence = () => Date.now() / 1000 - status.written_unix;
+      const quiet = add(root, "div", { class: "sub" });
+      const look = () => {
+        const long = silence() > status.quiet_s;
+        badge.textContent = long ? "no news for " + duration(silence()) + ": stopped or killed?" : status.state;
+        badge.className = "badge " + (long ? "warn" : "running");
+        quiet.textContent = long
+          ? "Last written " + status.written + ". If the process was killed, no more will come."
+          : "Written anew every few seconds.";
+      };
+      look();
+      if (silence() > 3600) button.setAttribute("aria-pressed", "false");
+      setInterval(look, 1000);
+      setInterval(() => pressed() && location.reload(), 10000);
     }
+    if (status.remark) add(root, "div", { class: "sub" }, status.remark);
     if (status.error) add(root, "div", { class: "error", role: "alert" }, status.error);
     const tiles = add(root, "div", { class: "tiles" });
     for (const tile of report.tiles) {
@@ -132,8 +143,13 @@
     }
     const plot = add(card, "div", { class: "plot" });
     const hidden = new Set();
+    const legend = add(card, "div", { class: "legend" });
+    if (spec.target) {
+      const words = add(legend, "span", { class: "unit" });
+      add(words, "span", { class: "swatch dashes" });
+      words.append("criterion " + number(spec.target) + " " + spec.y);
+    }
     if (spec.series.length > 1) {
-      const legend = add(card, "div", { class: "legend" });
       spec.series.forEach((series, i) => {
         const button = add(legend, "button", { "aria-pressed": "true", title: series.name });
         add(button, "span", { class: "swatch", style: "background:" + colour(i) + (series.faint ? ";opacity:.4" : "") });
@@ -169,9 +185,11 @@
     const shown = spec.series.map((series, i) => ({ ...series, i })).filter((s) => !hidden.has(s.i));
     const usable = (v) => v !== null && (!logarithmic || v > 0);
     let [xLow, xHigh] = extent(shown.flatMap((s) => s.x));
+    const inside = shown.some((s) => !s.outside) ? shown.filter((s) => !s.outside) : shown;
     let [yLow, yHigh] = spec.range ?? extent(
-      shown.flatMap((s) => [...s.y, ...(s.low ?? []), ...(s.high ?? [])]).filter(usable).concat(spec.target ? [spec.target] : []));
-    if (xLow === xHigh) xHigh = xLow + 1;
+      inside.flatMap((s) => [...s.y, ...(s.low ?? []), ...(s.high ?? [])]).filter(usable).concat(spec.target ? [spec.target] : []));
+    const one = xLow === xHigh;
+    if (one) [xLow, xHigh] = [xLow - 1, xHigh + 1];
     if (yLow === yHigh) {
       const room = logarithmic ? 0 : Math.abs(yLow) * 0.01 || 1;
       [yLow, yHigh] = logarithmic ? [yLow / 2, yHigh * 2] : [yLow - room, yHigh + room];
@@ -183,28 +201,33 @@
     const X = (v) => box.left + ((v - xLow) / (xHigh - xLow)) * (box.right - box.left);
     const Y = (v) => box.bottom - ((f(v) - f(yLow)) / (f(yHigh) - f(yLow))) * (box.bottom - box.top);
     const svg = draw(plot, "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": summary(spec, shown) });
-    axes(svg, box, spec.x, X, Y, ticks(xLow, xHigh, width > 420 ? 6 : 4), logarithmic ? logTicks(yLow, yHigh) : ticks(yLow, yHigh, 5), logarithmic);
+    axes(svg, box, spec.x, X, Y, one ? [xLow + 1] : xTicks(xLow, xHigh, width > 420 ? 6 : 4, spec.x), logarithmic ? logTicks(yLow, yHigh) : ticks(yLow, yHigh, 5), logarithmic);
     if (spec.target) {
       draw(svg, "line", { class: "target", x1: box.left, x2: box.right, y1: Y(spec.target), y2: Y(spec.target) });
-      draw(svg, "text", { x: box.left + 6, y: Y(spec.target) - 5 }, "criterion " + number(spec.target));
     }
+    clips += 1;
+    const clip = draw(draw(svg, "clipPath", { id: "clip" + clips }), "rect", { x: box.left - 4, y: box.top - 3, width: box.right - box.left + 8, height: box.bottom - box.top + 6 });
+    const lines = draw(svg, "g", { "clip-path": "url(#" + clip.parentNode.id + ")" });
     for (const series of shown) {
       const stroke = colour(series.i);
       if (series.low) {
         const up = series.x.map((x, k) => [x, series.high[k]]), down = series.x.map((x, k) => [x, series.low[k]]).reverse();
         const points = [...up, ...down].filter(([, y]) => usable(y)).map(([x, y]) => X(x).toFixed(1) + "," + Y(y).toFixed(1));
-        draw(svg, "polygon", { points: points.join(" "), fill: stroke, opacity: 0.18 });
+        draw(lines, "polygon", { points: points.join(" "), fill: stroke, opacity: 0.18 });
       }
       const line = path(series, X, Y, usable);
-      draw(svg, "path", {
+      draw(lines, "path", {
         d: line, fill: "none", stroke, "stroke-width": series.faint ? 1 : 1.8, "stroke-linejoin": "round",
         opacity: series.faint ? 0.3 : 1, ...(series.dashed ? { "stroke-dasharray": "4 3" } : {}),
       });
       if (series.points || series.x.length < 3)
-        series.x.forEach((x, k) => usable(series.y[k]) && draw(svg, "circle", { cx: X(x), cy: Y(series.y[k]), r: 2.8, fill: stroke }));
+        series.x.forEach((x, k) => usable(series.y[k]) && draw(lines, "circle", { cx: X(x), cy: Y(series.y[k]), r: 2.8, fill: stroke }));
     }
     hover(plot, svg, box, spec, shown, X, Y, usable);
   }
+  let clips = 0;
+  // Steps are counted: there are none between two.
+  const xTicks = (low, high, count, label) => ticks(low, high, count).filter((v) => label !== "step" || Number.isInteger(v));
   function extent(values) {
     let low = Infinity, high = -Infinity;
     for (const v of values) if (v !== null) { if (v < low) low = v; if (v > high) high = v; }
@@ -304,6 +327,7 @@
   function structures(spec) {
     add(root, "h2", {}, "Structures");
     const card = add(root, "section", { class: "card", "aria-label": "Structures" });
+    if (spec.note) add(card, "p", { class: "note" }, spec.note);
     const tools = add(card, "div", { class: "tools" });
     const search = add(tools, "input", { type: "search", placeholder: "Name, formula, status, reason", "aria-label": "Search structures" });
     const kinds = Object.entries(spec.counts);
@@ -368,7 +392,7 @@
       back.disabled = first === 0;
       on.disabled = shown >= found.length;
     }
-    const fixed = (v, digits) => (Math.abs(v) >= 1e7 ? number(v) : minus(v.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })));
+    const fixed = (v, digits) => (Math.abs(v) >= 1e7 || (v !== 0 && Math.abs(v) < 0.5 * 10 ** -digits) ? number(v, 2) : minus(v.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })));
     search.addEventListener("input", () => show(0));
     back.addEventListener("click", () => show(first - PAGE));
     on.addEventListener("click", () => show(first + PAGE));
@@ -417,7 +441,7 @@
     for (const spec of report.charts) chart(charts, spec);
   }
   if (report.parity.length) {
-    add(root, "h2", {}, "Validation: prediction and reference");
+    add(root, "h2", {}, report.parity_title ?? "Prediction and reference");
     const plots = add(root, "div", { class: "charts" });
     for (const spec of report.parity) parity(plots, spec);
   }

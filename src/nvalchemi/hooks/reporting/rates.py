@@ -1,5 +1,6 @@
 """How fast a run goes, how long it will still take, and how much of that reports may take."""
 
+import math
 import time
 from collections import deque
 
@@ -7,11 +8,14 @@ from nvalchemi.hooks.context import DynamicsContext, HookContext, TrainContext
 from nvalchemi.hooks.protocols import Progress
 from nvalchemi.hooks.reporting.snapshot import ScalarSnapshot
 
-_FREE_SECONDS = 0.1
-"""Time that reports may take in any run: a short one is shown in full."""
+_FREE_SECONDS = 0.5
+"""Time that collecting reports may take in any run: a short one is shown in full."""
 
 _LARGEST_SHARE = 0.01
-"""Part of the time of a run that further reports may take."""
+"""Part of the time of a run that collecting further reports may take, and as much again drawing them."""
+
+_TRIED = 4
+"""Reports made before a stride is judged."""
 
 _WINDOW = 32
 """Reports over which rates are taken: a relaxation gets faster while structures converge."""
@@ -63,21 +67,60 @@ class Rates:
 
 
 class Budget:
-    """Whether there is time for another report, for reporters that need not have every one."""
+    """Which of the reports that are due are made: every one, then every second, every fourth … as time gets short.
+
+    It is for reporters that need not have every report, and counts what collecting and handing over takes.
+    """
 
     def __init__(self) -> None:
         self._spent = 0.0
         self._opened = self._began = time.perf_counter()
+        self._due, self._stride = 0, 1
+        self._since = (0, 0.0, self._opened)
 
     def restart(self) -> None:
-        """Begin a run."""
+        """Begin a run; the stride stays, so that curves which go on are even."""
         self._spent, self._opened = 0.0, time.perf_counter()
+        self._since = (0, 0.0, self._opened)
 
     def begin(self, *, needed: bool) -> bool:
         """Whether to make the report that is due; it is when ``needed``."""
         self._began = time.perf_counter()
-        return needed or self._spent <= _FREE_SECONDS + _LARGEST_SHARE * (self._began - self._opened)
+        self._due += 1
+        return needed or (self._due - 1) % self._stride == 0
 
     def end(self) -> None:
-        """The report was made."""
-        self._spent += time.perf_counter() - self._began
+        """The report was made; make fewer if this many would take too long."""
+        now = time.perf_counter()
+        self._spent += now - self._began
+        made, spent, then = self._since
+        self._since = (made + 1, spent + now - self._began, then)
+        over = self._spent > _FREE_SECONDS + _LARGEST_SHARE * (now - self._opened)
+        # A few reports show what this stride costs: one may have been held up.
+        if over and made + 1 >= _TRIED and self._since[1] > _LARGEST_SHARE * (now - then):
+            self._stride *= 2
+            self._since = (0, 0.0, now)
+
+
+class Throttle:
+    """Whether it is time to draw anew: every so many seconds, or less often where drawing takes long."""
+
+    def __init__(self, every_seconds: float) -> None:
+        self._every = every_seconds
+        self._next = -math.inf
+        self._first = True
+        self.interval = every_seconds
+        """Seconds until the next drawing, as decided after the last."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to draw now."""
+        return time.monotonic() >= self._next
+
+    def drawn(self, began: float) -> None:
+        """It was drawn, from the time ``began`` (:func:`time.monotonic`) until now."""
+        # The first loads and compiles what later ones find ready: it says nothing of those.
+        taken = 0.0 if self._first else time.monotonic() - began
+        self._first = False
+        self.interval = max(self._every, taken / _LARGEST_SHARE)
+        self._next = began + self.interval

@@ -1,6 +1,8 @@
 """What the page keeps of the reports it gets: curves of bounded size."""
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +14,9 @@ from nvalchemi.hooks.reporting.structures import StructureLog, StructureRecord
 
 MOST_LINES = 12
 """Structures that are drawn one by one; of more, quantiles are."""
+
+_LINE_CAPACITY = 500
+"""Points of the line of one structure."""
 
 QUANTILES = {"low": 0.1, "mid": 0.5, "high": 0.9, "max": 1.0}
 
@@ -27,6 +32,7 @@ class Recording:
         self.structures: list[tuple[StructureRecord, Curve]] = []
         self.parity: dict[str, PointSample] = {}
         self._parity_under_way: dict[str, PointSample] = {}
+        self._earlier: dict[int, tuple[Mapping[str, Any], float]] = {}
         self._offset = 0.0
         self._references: tuple[tuple[bytes, int], np.ndarray, np.ndarray] | None = None
 
@@ -74,11 +80,8 @@ class Recording:
         if len(self.structures) < MOST_LINES:
             for record in log.first(MOST_LINES):
                 if id(record) not in known:
-                    curve = Curve(capacity=500)
                     timed = "time" in graphs and not np.isnan(graphs["time"]).all()
-                    start = {"drift": 0.0, "time": 0.0} if timed else {}
-                    curve.add(0.0, {"energy_change": 0.0, **start, **record.before})
-                    self.structures.append((record, curve))
+                    self.structures.append((record, self._curve_of(record, timed)))
         rows = {system_id: row for row, system_id in enumerate(graphs["system_id"].tolist())}
         for record, curve in self.structures:
             row = rows.get(record.system_id)
@@ -88,12 +91,43 @@ class Recording:
             step = float(graphs["system_step"][row]) if "system_step" in graphs else len(curve)
             curve.add(step, {name: value for name, value in values.items() if not np.isnan(value)})
 
+    def _curve_of(self, record: StructureRecord, timed: bool) -> Curve:
+        """A curve that begins where the structure entered, or goes on with that of the run before."""
+        if record.system_id in self._earlier:
+            columns, until = self._earlier.pop(record.system_id)
+            return Curve.from_columns(columns, until, _LINE_CAPACITY)
+        curve = Curve(_LINE_CAPACITY)
+        start = {"energy_change": 0.0, **({"drift": 0.0, "time": 0.0} if timed else {}), **record.before}
+        known = {name: value for name, value in start.items() if not math.isnan(value)}
+        curve.add(float(record.first_step), known)
+        return curve
+
+    # ------------------------------------------------------------------ from one run to the next
+    def to_plain(self) -> dict[str, Any]:
+        """What is drawn, as plain values for :meth:`recall`."""
+        drawn = ("loss/", "optimizer/", "converged_fraction", "time/same")
+        banded = tuple(f"{name}/" for name in _DRAWN) if len(self.structures) >= MOST_LINES else ()
+        return {
+            "curve": self.curve.to_columns(drawn + banded),
+            "validations": self.validations.to_columns(),
+            "structures": [[record.system_id, curve.to_columns()] for record, curve in self.structures],
+        }
+
+    def recall(self, saved: Mapping[str, Any], step: int, steps_of: Mapping[int, int]) -> None:
+        """Go on with the curves of an earlier run, as far as ``step``, and ``steps_of`` each structure."""
+        self.curve = Curve.from_columns(saved["curve"], until=step)
+        self.validations = Curve.from_columns(saved["validations"], until=step)
+        self._earlier = {
+            system_id: (columns, steps_of.get(system_id, math.inf))
+            for system_id, columns in saved["structures"]
+        }
+
     # ------------------------------------------------------------------ validation
     def add_validation_batch(self, batch: Batch, labelled: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Points for the parity plots: energies per atom, components of forces."""
+        """Points for the parity plots: energies per atom, components of forces and of stresses."""
         atoms = batch.num_nodes_per_graph.unsqueeze(-1)
         for name, (label, prediction) in labelled.items():
-            if name not in ("energy", "forces"):
+            if name not in ("energy", "forces", "stress"):
                 continue
             sample = self._parity_under_way.setdefault(name, PointSample())
             scale = atoms if name == "energy" else 1

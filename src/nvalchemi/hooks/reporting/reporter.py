@@ -9,6 +9,7 @@ from torch import Tensor
 from nvalchemi.data import Batch
 from nvalchemi.hooks.context import HookContext
 from nvalchemi.hooks.reporting.snapshot import ScalarSnapshot
+from nvalchemi.hooks.reporting.structures import StructureLog
 from nvalchemi.hooks.reporting.watch import StageClock
 
 
@@ -39,6 +40,24 @@ class SamplingReporter(Protocol):
 
     samples: bool
     """Whether it can."""
+
+
+@runtime_checkable
+class DrawingReporter(Protocol):
+    """A reporter that takes up numbers at once and draws them now and then: the drawing is not part of a report."""
+
+    def refresh(self) -> None:
+        """Draw what was reported, if that is due; called more often than ``report``."""
+        ...
+
+
+@runtime_checkable
+class ResumingReporter(Protocol):
+    """A reporter that goes on with what it wrote when the run that a restart takes up was made."""
+
+    def report_resume(self, ctx: HookContext, step: int, structures: StructureLog) -> None:
+        """The run goes on after ``step``; what is known of its structures can be put back into ``structures``."""
+        ...
 
 
 @runtime_checkable

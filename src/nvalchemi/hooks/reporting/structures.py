@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nvalchemi.data import Batch
 
-_KEPT = ("energy", "fmax", "volume", "conserved_energy", "total_energy")
+_KEPT = ("energy", "fmax", "volume", "conserved_energy", "total_energy", "time")
 _NAMES = ("name", "label", "id", "material_id")
 """Entries of ``info`` that name a structure, in the order of preference."""
 
@@ -37,8 +37,10 @@ class StructureRecord:
     steps : int
         Steps made.
     before, after : dict of str to float
-        ``energy`` (eV), ``fmax`` (eV/Å), ``volume`` (Å³), ``total_energy``, ``conserved_energy`` (eV), where there are
-        any: with the first forces, and when last seen.
+        ``energy`` (eV), ``fmax`` (eV/Å), ``volume`` (Å³), ``total_energy``, ``conserved_energy`` (eV), ``time`` (fs),
+        where there are any: with the first forces, and when last seen.
+    first_step : int
+        Steps it had made at ``before``: not 0 in a run that goes on with another of which nothing is known.
     """
 
     system_id: int
@@ -50,6 +52,7 @@ class StructureRecord:
     steps: int = 0
     before: dict[str, float] = field(default_factory=dict[str, float])
     after: dict[str, float] = field(default_factory=dict[str, float])
+    first_step: int = 0
 
 
 class StructureLog(Sequence[StructureRecord]):
@@ -65,6 +68,7 @@ class StructureLog(Sequence[StructureRecord]):
         self._names = names or {}
         self._records: list[StructureRecord] = []
         self._present: dict[int, StructureRecord] = {}
+        self._recalled: set[int] = set()
         self._latest: Mapping[str, np.ndarray] = {}
         self._incomplete = False
         self.counts: Counter[str] = Counter()
@@ -122,10 +126,17 @@ class StructureLog(Sequence[StructureRecord]):
         name = self._names.get(system_id) or next((str(info[key]) for key in _NAMES if info.get(key)), "")
         atoms = slice(int(batch.batch_ptr[graph]), int(batch.batch_ptr[graph + 1]))
         numbers: list[int] = batch.atomic_numbers[atoms].tolist()
-        record = StructureRecord(system_id, name, _formula(numbers), len(numbers))
+        if system_id in self._recalled:  # it had left after the state was saved that the run goes on with
+            self._recalled.remove(system_id)
+            gone = self._present.pop(system_id)
+            self._records.remove(gone)
+            self.counts[gone.status] -= 1
+        return self._append(StructureRecord(system_id, name, _formula(numbers), len(numbers)))
+
+    def _append(self, record: StructureRecord) -> StructureRecord:
         self._records.append(record)
         self.counts[record.status] += 1
-        self._present[system_id] = record
+        self._present[record.system_id] = record
         return record
 
     def observe(self, graphs: Mapping[str, np.ndarray]) -> None:
@@ -134,11 +145,42 @@ class StructureLog(Sequence[StructureRecord]):
         if self._incomplete:
             self._incomplete = False
             for record, row in self._rows(graphs):
-                if graphs["status"][row] >= 0:
-                    record.before = record.before or _values(graphs, row)
+                if graphs["status"][row] >= 0 and not record.before:
+                    record.before = _values(graphs, row)
+                    record.first_step = int(graphs["system_step"][row]) if "system_step" in graphs else 0
                 if record.status == "running" and not graphs["active"][row]:
                     # Left out from the start: finished, or failed, in an earlier run.
                     self._set_status(record, "failed" if graphs["status"][row] < 0 else "done")
+
+    def recall(self, earlier: Sequence[StructureRecord], steps: Mapping[int, int]) -> bool:
+        """Take up what is known of structures from the run that this one goes on with.
+
+        Parameters
+        ----------
+        earlier : sequence of StructureRecord
+            What is known. It may be newer than the state that the run goes on with.
+        steps : mapping of int to int
+            Steps made by the structures that are there.
+
+        Returns
+        -------
+        bool
+            Whether that was this run; nothing is taken up if structures of the same number differ.
+        """
+        if any(_kind(self._present.get(known.system_id, known)) != _kind(known) for known in earlier):
+            return False
+        for known in earlier:
+            record = self._present.get(known.system_id)
+            if record is None:
+                if known.status not in ("running", "stopped"):  # it has left, unless it enters again
+                    self._append(known)
+                    self._recalled.add(known.system_id)
+                continue
+            record.before, record.first_step = known.before, known.first_step
+            if known.status in ("converged", "failed") and known.steps <= steps.get(known.system_id, 0):
+                self._set_status(record, known.status)
+                record.after, record.reason, record.steps = known.after, known.reason, known.steps
+        return True
 
     def converge(self, batch: Batch, converged: Tensor) -> None:
         """Note that the graphs marked have met the criteria."""
@@ -207,6 +249,10 @@ class StructureLog(Sequence[StructureRecord]):
             record = self._present.get(int(system_id))
             if record is not None:
                 yield record, row
+
+
+def _kind(record: StructureRecord) -> tuple[str, int]:
+    return record.formula, record.num_atoms
 
 
 def _values(graphs: Mapping[str, np.ndarray], row: int) -> dict[str, float]:

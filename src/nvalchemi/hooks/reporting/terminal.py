@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from nvalchemi.hooks.context import HookContext
+from nvalchemi.hooks.reporting.rates import Throttle
 from nvalchemi.hooks.reporting.snapshot import UNITS, ScalarSnapshot
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class RichReporter:
         self._file: Any = file
         self._every = every_seconds
         self._live: Any = None
-        self._shown_at = -math.inf
+        self._throttle = Throttle(every_seconds)
         self._latest: tuple[str, ScalarSnapshot] | None = None
         self._started = 0.0
 
@@ -66,7 +67,7 @@ class RichReporter:
             raise ImportError("RichReporter needs the extra [cli]: pip install 'nvalchemi[cli]'") from error
         console = Console(file=sys.stderr if self._file is None else self._file)
         self._started = time.monotonic()
-        self._shown_at = -math.inf
+        self._throttle = Throttle(_LIVE_SECONDS if console.is_terminal else self._every)
         if console.is_terminal:
             # No thread redraws it: that would take time from the run.
             self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
@@ -74,22 +75,25 @@ class RichReporter:
         return self
 
     def report(self, ctx: HookContext, stage: Enum, state: ScalarSnapshot) -> None:
-        """Redraw, or write a line, unless that was done a moment ago."""
+        """Take up the numbers."""
         title = type(ctx.workflow).__name__ if ctx.workflow is not None else stage.name
         if stage.name == "AFTER_VALIDATION" and self._latest is not None:
             state = replace(state, scalars={**self._latest[1].scalars, **state.scalars})
         self._latest = (title, state)
-        now = time.monotonic()
-        if now - self._shown_at >= (self._every if self._live is None else _LIVE_SECONDS):
-            self._show(now)
+
+    def refresh(self) -> None:
+        """Redraw, or write a line, unless that was done a moment ago."""
+        if self._throttle.is_due:
+            self._show()
 
     def report_event(self, ctx: HookContext, stage: Enum, state: ScalarSnapshot) -> None:
         """The same."""
         self.report(ctx, stage, state)
 
-    def _show(self, now: float) -> None:
+    def _show(self) -> None:
         if self._latest is None:
             return
+        now = time.monotonic()
         title, state = self._latest
         if self._live is not None:
             self._live.update(_dashboard(title, state, now - self._started), refresh=True)
@@ -97,10 +101,10 @@ class RichReporter:
             stream = sys.stderr if self._file is None else self._file
             stream.write(_line(title, state) + "\n")
             stream.flush()
-        self._shown_at = now
+        self._throttle.drawn(now)
 
     def __exit__(self, *exc: object) -> None:
-        self._show(time.monotonic())
+        self._show()
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
