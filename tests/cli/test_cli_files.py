@@ -229,7 +229,7 @@ def test_info_on_the_state_of_a_run(command):
     text = " ".join(command("info", "run.state").out.split())
     for words in (
         "state of NVE with LennardJonesModelWrapper, intact",
-        "made 3 steps of run 1",
+        "made 3 steps parameters",
         "dt 1.0",
         "status 0 ×1, 1 ×1",
         "velocities node [n, 3]",
@@ -272,6 +272,19 @@ def test_info_on_checkpoints_names_the_newest_intact_one(command, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-1])
     result = command("info", "checkpoints/epoch-1")
     assert (result.code, "model-main.safetensors is not what was written" in result.err) == (2, True)
+
+
+def test_info_on_a_model_file_says_which_model_it_is(command):
+    model = PaiNN(hidden_dim=8, cutoff=4.5)
+    model.export_model("own.safetensors")
+    text = " ".join(command("info", "own.safetensors").out.split())
+    assert f"model PaiNN, {sum(p.numel() for p in model.parameters())} parameters, float32" in text
+    assert "cutoff 4.5 Å" in text
+    from nvalchemi.models.chgnet import CHGNetWrapper
+
+    CHGNetWrapper().export_model("other.pth")
+    text = " ".join(command("info", "other.pth").out.split())
+    assert "model CHGNet, 412525 parameters, float32 elements 94: H, He" in text
 
 
 def test_info_on_any_other_directory_is_an_error(command, tmp_path):

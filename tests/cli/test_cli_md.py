@@ -50,7 +50,7 @@ def test_nvt_prints_mean_temperatures(command, crystals):
     assert result.code == 0
     assert "mean T/K" in result.out
     (row,) = [line for line in result.out.splitlines() if "large" in line]
-    assert row.split()[3] == "20"
+    assert row.split()[4] == "20"
     assert "ΔE total" not in result.out  # the thermostat changes it: it would read as a drift
 
 
@@ -67,7 +67,7 @@ def test_nve_prints_the_change_of_the_total_energy(command, crystals):
     assert result.code == 0
     assert "ΔE total/meV/atom" in result.out
     (row,) = [line for line in result.out.splitlines() if "large" in line]
-    assert abs(float(row.split()[-1])) < 0.1
+    assert abs(float(row.split()[-2])) < 0.1
 
 
 def test_convergence_of_a_relaxation_is_not_claimed_of_later_states(command, crystals):
@@ -157,23 +157,64 @@ def test_overlapping_atoms_are_named_before_the_run(command, crystals, tmp_path)
     assert not (tmp_path / "md.csv").exists()
 
 
-def test_energy_that_becomes_nan_is_a_failed_run_that_names_the_structure(command, crystals, monkeypatch):
+def nan_energy_of_the_second(monkeypatch, step):
     from nvalchemi.models.lj import LennardJonesModelWrapper
 
     forward = LennardJonesModelWrapper.forward
 
     def forward_with_nan(self, data):
         outputs = dict(forward(self, data))
-        if "system_step" in data and int(data.system_step[1]) == 2:
+        if "system_step" in data and data.num_graphs > 1 and int(data.system_step[1]) == step:
             outputs["energy"][1] = np.nan
         return outputs
 
     monkeypatch.setattr(LennardJonesModelWrapper, "forward", forward_with_nan)
-    result = md(command, crystals, "--temperature", 10, "--steps", 3, "-o", "end.extxyz")
+
+
+@pytest.mark.parametrize("kind", ["md", "relax"])
+def test_structure_that_fails_on_the_way_is_marked_and_the_others_go_on(command, crystals, monkeypatch, kind):
+    nan_energy_of_the_second(monkeypatch, 2)
+    own = ["--temperature", 10] if kind == "md" else ["--fmax", 1e-9]
+    result = command(
+        kind, crystals, "--model", "lj-argon", *own, "--steps", 5, "-o", "end.extxyz", "--report", "report.html"
+    )  # fmt: skip
     assert result.code == 1
-    assert "large" in result.err
-    assert "small" not in result.err
-    assert len(result.err.splitlines()) == 1
+    warning, error = result.err.splitlines()
+    assert warning.startswith("nvalchemi: warning: large (")
+    assert "1 of 2 structures failed: large" in error
+    assert "frame 1): step 2: energy is not finite" in error
+    assert "graph" not in result.err
+    small, large = ([line for line in result.out.splitlines() if name in line] for name in ("small", "large"))
+    assert small[0].split()[4] == "5"
+    assert "failed: step 2: energy is not finite" in large[0]
+    assert "nan" not in large[0].replace("finite", "")
+    alive, dead = ase.io.read("end.extxyz", ":")
+    assert alive.calc is not None
+    assert np.isfinite(alive.get_potential_energy())
+    assert "failure" not in alive.info
+    assert dead.info["failure"] == "step 2: energy is not finite"
+    assert dead.calc is None
+
+
+def test_zarr_trajectory_is_gone_on_with_and_split_by_system(command, crystals):
+    options = ("--temperature", 50, "--traj", "md.zarr", "--traj-every", 2, "--restart", "run.state", "-q")
+    assert md(command, crystals, "--steps", 4, *options).code == 0
+    assert md(command, crystals, "--steps", 8, *options, "--overwrite").code == 0
+    assert command("convert", "md.zarr", "large.extxyz", "--system", 1).code == 0
+    steps = [atoms.info["system_step"] for atoms in ase.io.read("large.extxyz", ":")]
+    assert steps == sorted(set(steps))
+    assert (steps[0], steps[-1]) == (1, 8)
+    again = md(command, crystals, "--steps", 2, "--temperature", 50, "--traj", "md.zarr")
+    assert (again.code, "--overwrite" in again.err) == (2, True)
+
+
+def test_atoms_closer_than_a_bond_are_warned_of(command):
+    close = Atoms("Ar2", [[0, 0, 0], [0, 0, 1.2]], info={"name": "close"})
+    ase.io.write("in.extxyz", [bulk("Ar", "fcc", a=5.3, cubic=True), close])
+    result = md(command, "in.extxyz", "--temperature", 1, "--steps", 1, "--dt", 1e-6, "-q")
+    assert result.code == 0
+    assert result.err.count("\n") == 1
+    assert "close (in.extxyz, frame 1) 1.20 Å" in result.err
 
 
 BAD = {
@@ -211,5 +252,5 @@ def test_element_that_the_potential_does_not_know_leaves_old_files_alone(command
         "--log", "md.csv", "--traj", "md.extxyz", "-o", "out.extxyz",
     )  # fmt: skip
     assert result.code == 2
-    assert "atomic number 36 in Kr4 (in.extxyz, frame 1)" in result.err
+    assert "Kr4 (in.extxyz, frame 1): no Lennard-Jones parameters for atomic number 36;" in result.err
     assert [(tmp_path / name).read_text() for name in ("md.csv", "md.extxyz", "out.extxyz")] == ["mine"] * 3

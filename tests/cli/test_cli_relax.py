@@ -181,6 +181,70 @@ def test_bad_structure_is_named_in_one_line_and_nothing_is_overwritten(command, 
     assert Path("out.extxyz").read_text() == "mine"
 
 
+def write_mixture():
+    """One crystal that can be run, and four structures that cannot."""
+    ase.io.write("good.extxyz", CRYSTAL)
+    overlap = CRYSTAL.copy()
+    overlap.positions[1] = overlap.positions[0]
+    ase.io.write("bad.traj", [overlap, bulk("Kr", "fcc", a=5.6, cubic=True)])
+    ase.io.write("dimer.xyz", Atoms("Ar2", [[0, 0, 0], [0, 0, 4.0]]))
+    Path("text.xyz").write_text("this is\nno structure\n")
+    return ["bad.traj", "good.extxyz", "dimer.xyz", "text.xyz"]
+
+
+REASONS = {
+    "Ar4 (bad.traj, frame 0)": "not finite; do atoms overlap",
+    "Kr4 (bad.traj, frame 1)": "atomic number 36",
+    "Ar2 (dimer.xyz, frame 0)": "--cell needs",
+    "text.xyz": "",
+}
+
+
+def test_all_structures_that_cannot_be_run_are_named_at_once(command, tmp_path):
+    files = write_mixture()
+    before = sorted(tmp_path.iterdir())
+    outputs = ["-o", "out.extxyz", "--report", "report.html", "--restart", "run.state", "--log", "log.csv"]
+    result = relax(command, *files, "--cell", *outputs)
+    assert result.code == 2
+    first, *lines = result.err.splitlines()
+    assert "4 of 5 structures cannot be run; --skip-bad leaves them out" in first
+    assert len(lines) == 4
+    for label, reason in REASONS.items():
+        assert any(line.strip().startswith(f"{label}: ") and reason in line for line in lines), label
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_structures_that_cannot_be_run_are_left_out_if_asked(command):
+    files = write_mixture()
+    result = relax(command, *files, "--cell", "--skip-bad", "-o", "out.extxyz")
+    assert result.code == 1
+    assert "4 of 5 structures failed: " in result.err
+    rows = {line.split()[0 if line.startswith(" ") else 1]: line for line in result.out.splitlines()[1:]}
+    assert rows["good"].split()[2] == "Ar4"
+    assert rows["good"].endswith("yes")
+    for name, reason in zip(("bad@0", "bad@1", "dimer"), REASONS.values(), strict=False):
+        assert "failed: " in rows[name]
+        assert reason in rows[name]
+    (atoms,) = ase.io.read("out.extxyz", ":")
+    assert atoms.info["name"] == "good"
+    alone = relax(command, "good.extxyz", "--cell", "-o", "alone.extxyz")
+    assert alone.code == 0
+    assert np.array_equal(ase.io.read("alone.extxyz").positions, atoms.positions)
+
+
+def test_nothing_is_left_when_all_would_be_skipped(command):
+    ase.io.write("in.traj", bulk("Kr", "fcc", a=5.6, cubic=True))
+    result = relax(command, "in.traj", "--skip-bad", "-o", "out.extxyz")
+    assert (result.code, len(result.err.splitlines())) == (2, 1)
+    assert not Path("out.extxyz").exists()
+
+
+def test_directory_is_named_with_the_way_out(command, tmp_path):
+    (tmp_path / "folder").mkdir()
+    result = relax(command, "folder", "-o", "out.extxyz")
+    assert (result.code, "folder/*" in result.err) == (2, True)
+
+
 BAD_ARGUMENTS = {
     "absent file": (["absent.xyz", "-o", "out.extxyz"], "no such file"),
     "not a structure file": (["text.xyz", "-o", "out.extxyz"], "text.xyz"),

@@ -4,10 +4,12 @@ import os
 import signal
 from pathlib import Path
 
+import ase.io
 import pytest
+import torch
 
 from nvalchemi.dynamics import BaseDynamics
-from nvalchemi.dynamics.restart import read_state
+from nvalchemi.dynamics.restart import read_state, write_state
 
 FILES = ("log.csv", "traj.extxyz", "end.extxyz")
 
@@ -121,6 +123,89 @@ def test_state_of_other_structures_is_one_line(command, crystals, tmp_path):
     assert result.code == 2
     assert "other structures" in result.err
     assert len(result.err.splitlines()) == 1
+
+
+CHANGES = {
+    "fmax": (["--fmax", 0.01], "--fmax 0.01 (was 0.05)"),
+    "cell": (["--cell"], "--cell was not given"),
+    "optimizer": (["--optimizer", "lbfgs"], "--optimizer lbfgs (was fire)"),
+}
+
+
+def files_now(tmp_path):
+    return {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_state_begun_with_another_option_is_refused(command, crystals, tmp_path, case):
+    run = ("relax", crystals, "--model", "lj-argon", "-o", "end.extxyz", "--restart", "run.ckpt")
+    assert command(*run).code == 0
+    before = files_now(tmp_path)
+    options, message = CHANGES[case]
+    result = command(*run, *options, "--report", "report.html")
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert len(result.err.splitlines()) == 1
+    assert files_now(tmp_path) == before
+    assert command(*run, "--steps", 600, "--device", "cpu").code == 0
+
+
+def test_state_of_another_structure_with_the_same_elements_is_refused(command, crystals, tmp_path):
+    assert command(*arguments("relax", crystals, 100)).code == 0
+    small, large = ase.io.read(crystals, ":")
+    small.positions[2] += 0.05
+    other = tmp_path / "other.extxyz"
+    ase.io.write(other, [small, large])
+    result = command(*arguments("relax", other, 100))
+    assert result.code == 2
+    assert f"other structures: small ({other}, frame 0)" in result.err
+    assert "large" not in result.err
+    crystals.write_bytes(other.read_bytes())
+    result = command(*arguments("relax", crystals, 100))
+    assert (result.code, "with other atoms, positions or cell" in result.err) == (2, True)
+
+
+def test_state_of_another_model_or_command_is_refused(command, crystals):
+    from nvalchemi.models.painn import PaiNN
+
+    for seed, name in enumerate(("a", "b")):
+        torch.manual_seed(seed)
+        PaiNN(hidden_dim=4, num_layers=1, cutoff=4.0).export_model(f"{name}.safetensors")
+    run = ("--steps", 2, "--restart", "run.ckpt", "-q")
+    first = command("relax", crystals, "--model", "a.safetensors", *run, "-o", "end.extxyz")
+    assert first.code in (0, 1), first.err
+    other = command("relax", crystals, "--model", "b.safetensors", *run, "-o", "end.extxyz")
+    assert (other.code, "--model b.safetensors (was a.safetensors)" in other.err) == (2, True)
+    Path("b.safetensors").replace("a.safetensors")
+    other = command("relax", crystals, "--model", "a.safetensors", *run, "-o", "end.extxyz")
+    assert (other.code, "with other weights then" in other.err) == (2, True)
+    md = command("md", crystals, "--model", "a.safetensors", "--temperature", 10, *run)
+    assert (md.code, "`nvalchemi relax`, not md" in md.err) == (2, True)
+
+
+def test_another_temperature_is_a_warning_and_another_time_step_an_error(command, crystals):
+    assert command(*arguments("md", crystals, 4)).code == 0
+    with pytest.warns(UserWarning, match="temperature 70.0 \\(was 60.0\\)"):
+        assert command(*arguments("md", crystals, 6), "--temperature", 70).code == 0
+    result = command(*arguments("md", crystals, 8), "--dt", 2)
+    assert (result.code, "--dt 2.0 (was 4.0)" in result.err) == (2, True)
+
+
+def test_state_that_does_not_say_what_began_it_is_warned_of(command, crystals):
+    assert command(*arguments("md", crystals, 4)).code == 0
+    path = Path("run.ckpt")
+    state = read_state(path)
+    state["engine"]["hooks"] = [hook for hook in state["engine"]["hooks"] if hook[0] != "RunRecord"]
+    write_state(path, state)
+    with pytest.warns(UserWarning, match="run.ckpt does not say with which options"):
+        assert command(*arguments("md", crystals, 6)).code == 0
+
+
+def test_info_tells_what_began_a_state(command, crystals):
+    assert command(*arguments("md", crystals, 4)).code == 0
+    text = " ".join(command("info", "run.ckpt").out.split())
+    assert "made 4 steps begun by nvalchemi md, model lj-argon, ensemble nvt, dt 4.0" in text
+    assert "RunRecord" not in text
 
 
 def test_restart_file_that_is_none_is_refused_and_left_alone(command, crystals):

@@ -59,6 +59,30 @@ def test_lines_of_a_training_stand_above_the_bar(crystals):
     ]
 
 
+def test_convert_and_check_show_progress_in_a_terminal(crystals):
+    code, screen = run_in_terminal("convert", crystals, "out.extxyz")
+    assert code == 0
+    assert "frame" in screen.partition("out.extxyz")[0]
+    code, screen = run_in_terminal("check", crystals)
+    assert "structure " in screen.partition("argon.extxyz")[0]
+    code, screen = run_in_terminal("convert", crystals, "out.extxyz", "--overwrite", "--quiet")
+    assert (code, screen.strip()) == (0, "out.extxyz: 2 structures")
+
+
+def test_ctrl_c_while_a_model_is_loaded_is_one_line():
+    program = (
+        "import os, signal, sys\n"
+        "from nvalchemi.models import catalog\n"
+        "catalog.load_model = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
+        "import ase.io, ase; ase.io.write('in.extxyz', ase.Atoms('Ar'))\n"
+        "sys.argv = ['nvalchemi', 'relax', 'in.extxyz', '--model', 'lj-argon', '-o', 'out.extxyz']\n"
+        "from nvalchemi.cli import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (130, "nvalchemi: interrupted\n")
+
+
 def test_quiet_shows_no_progress_in_a_terminal(crystals):
     code, screen = run_in_terminal(
         "md", crystals, "--model", "lj-argon", "--temperature", 40, "--steps", 5, "--quiet"

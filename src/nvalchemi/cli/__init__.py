@@ -4,6 +4,7 @@ Nothing is imported until a command runs, so that help and shell completion answ
 """
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     finally:
         warnings.formatwarning = before
+        if arguments is None:
+            # All is done and written: a further Ctrl-C ends the process without a traceback of its last moments.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _one_line(

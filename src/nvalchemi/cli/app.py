@@ -1,10 +1,12 @@
 """The commands and their help."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from nvalchemi import __version__
+from nvalchemi.cli.errors import InterruptError
 from nvalchemi.cli.evaluate import evaluate
 from nvalchemi.cli.files import check, convert, info
 from nvalchemi.cli.init import app as init
@@ -14,7 +16,18 @@ from nvalchemi.cli.option_file import command_with_config
 from nvalchemi.cli.relax import relax
 from nvalchemi.cli.train import train
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: typer.Context) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Run a command; Ctrl-C where nothing catches it, as while a model is loaded, ends it in one line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise InterruptError("interrupted") from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Batched atomistic simulation with machine-learned interatomic potentials.",
     epilog=(
         "Exit codes: 0 done; 1 the run failed or did not converge; 2 wrong options or input, nothing written; "

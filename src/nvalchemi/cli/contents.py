@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from nvalchemi.data import AtomicData
 
 _FORMULAS_SHOWN = 12
+_MODEL_SUFFIXES = (".safetensors", ".pth", ".pt", ".model")
 _LABELS = ("energy", "forces", "stress")
 
 
@@ -23,15 +24,26 @@ def describe(file: Path) -> Iterator[str]:
     OSError, ValueError
         It cannot be read, or nothing is in it.
     """
+    from nvalchemi.cli.train_setup import CHECKPOINTS, CONFIG, MODEL_FILES
     from nvalchemi.training.archive import MANIFEST
 
     yield str(file)
     if file.is_dir() and (file / "zarr.json").is_file():
         yield from _store(file)
+    elif (file / CONFIG).is_file():
+        yield f"training      as {file / CONFIG} says"
+        for name in MODEL_FILES:
+            if (file / name).is_file():
+                yield f"best model    {file / name}"
+                yield from _model(file / name)
+        if (file / CHECKPOINTS).is_dir():
+            yield from _checkpoints(file / CHECKPOINTS)
     elif file.is_dir():
         if not (file / MANIFEST).is_file() and not any(file.glob(f"*/{MANIFEST}")):
             raise ValueError(f"{file} is a directory, neither a Zarr store nor one with checkpoints")
         yield from _checkpoints(file)
+    elif file.suffix in _MODEL_SUFFIXES and file.is_file():
+        yield from _model(file)
     elif _is_restart_file(file):
         yield from _restart_file(file)
     else:
@@ -75,6 +87,33 @@ def _store(path: Path) -> Iterator[str]:
             + f"{array.dtype:<8} {_bytes(array.nbytes_stored):>9} of {_bytes(array.nbytes):>9}, chunks of "
             f"{array.chunk_rows} rows{files}, {array.compression}  {_share(array.frames, len(reader))}"
         )
+
+
+# ---------------------------------------------------------------------- models
+def _model(path: Path) -> Iterator[str]:
+    from torch import nn
+
+    from nvalchemi.models.catalog import load_model
+
+    model = load_model(path)
+    neighbors = model.model_config.neighbor_config
+    if isinstance(model, nn.Module):
+        parameters = list(model.parameters())
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+        kind = type(model).__name__.removesuffix("Wrapper")
+        yield f"model         {kind}, {sum(p.numel() for p in parameters)} parameters, {', '.join(dtypes)}"
+        known = dict(model.named_buffers()).get("known_elements")
+        if known is not None:
+            yield f"elements      {_known(known.tolist())}"
+    if neighbors is not None:
+        yield f"cutoff        {neighbors.cutoff:g} Å"
+
+
+def _known(known: Sequence[bool]) -> str:
+    from ase.data import chemical_symbols
+
+    symbols = [chemical_symbols[z] for z, yes in enumerate(known) if yes and z > 0]
+    return f"{len(symbols)}: {', '.join(symbols)}" if len(symbols) < 118 else "any"
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -130,6 +169,8 @@ def _is_restart_file(path: Path) -> bool:
 
 
 def _restart_file(path: Path) -> Iterator[str]:
+    from nvalchemi.cli.record import RunRecord, recorded
+    from nvalchemi.data import FIELDS
     from nvalchemi.dynamics.restart import read_state
     from nvalchemi.dynamics.state import batch_from_state
 
@@ -137,13 +178,23 @@ def _restart_file(path: Path) -> Iterator[str]:
     engine = state["engine"]
     parameters = {name: value for name, value in engine["parameters"].items() if name != "model"}
     yield f"state of      {engine['engine']} with {engine['parameters']['model']}, intact"
-    yield f"made          {state['steps']} steps of run {state['run']}, {engine['step_count']} of the engine"
+    yield f"made          {engine['step_count']} steps"
+    record = recorded(engine)
+    if record is not None:
+        told = {"model": record["model"], **record["options"]}
+        yield f"begun by      nvalchemi {record['command']}, " + ", ".join(
+            f"{name} {value}" for name, value in told.items()
+        )
     yield "parameters    " + ", ".join(f"{name} {value}" for name, value in parameters.items())
-    yield f"hooks         {', '.join(name for name, _ in engine['hooks']) or 'none with a state'}"
+    hooks = [name for name, _ in engine["hooks"] if name != RunRecord.__name__]
+    yield f"hooks         {', '.join(hooks) or 'none with a state'}"
     for who, reason in engine["failures"].items():
         yield f"failed        system {who}: {reason}"
     if engine["batch"] is not None:
         batch = batch_from_state(engine["batch"], "cpu")
+        for name in list(batch.keys()):
+            if name in FIELDS and not FIELDS[name].persistent:
+                batch.remove_key(name)  # working state of engines and neighbour lists
         status = Counter[int](batch.status[:, 0].tolist())
         yield "status        " + ", ".join(f"{value} ×{count}" for value, count in sorted(status.items()))
         yield from _summary(batch.to_data_list())

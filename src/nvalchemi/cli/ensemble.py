@@ -32,6 +32,11 @@ class Ensemble:
         if self.name != "nve" and self.temperature is None:
             raise InputError(f"--ensemble {self.name} needs --temperature")
 
+    def told(self) -> dict[str, str | float]:
+        """What decides how the run goes on, by option; temperature and pressure may be changed on the way."""
+        own = {"nve": (), "nvt": ("friction",), "npt": ("thermostat_time", "barostat_time")}[self.name]
+        return {"ensemble": self.name, **{name: getattr(self, name) for name in ("dt", "seed", *own)}}
+
     def set_velocities(self, batch: "Batch") -> None:
         """Draw velocities unless the files had them."""
         from nvalchemi.dynamics import initialize_velocities

@@ -16,8 +16,8 @@ def info(
     file: Annotated[
         Path,
         typer.Argument(
-            help="Structures in any format that ASE reads, a Zarr store, a checkpoint of a training or a directory of "
-            "them, or the state of a run (--restart).",
+            help="Structures in any format that ASE reads, a Zarr store, a model file, the directory of a training or "
+            "its checkpoints, or the state of a run (--restart).",
             show_default=False,
         ),
     ],
@@ -25,8 +25,9 @@ def info(
     """Say what is in FILE.
 
     Of structures: frames, formulas, elements, periodicity, fields and the ranges of their values. Of a Zarr store the
-    fields and how they are stored, from its metadata. Of a checkpoint how far it is, its models, and whether it is
-    intact.
+    fields and how they are stored, from its metadata. Of a model its elements, cutoff and size (a file other than
+    .safetensors is unpickled, which can run code: only those you trust). Of a checkpoint how far it is, its models, and
+    whether it is intact.
     """
     from nvalchemi.cli.contents import describe
     from nvalchemi.cli.errors import InputError
@@ -45,6 +46,7 @@ def check(
             help="A data set to train on: any format that ASE reads, or a Zarr store.", show_default=False
         ),
     ],
+    quiet: options.NoProgress = False,
 ) -> None:
     """Say whether FILE is fit to train on.
 
@@ -52,10 +54,12 @@ def check(
     wrong sign or unit. Exit code 1 when it is not fit.
     """
     from nvalchemi.cli.errors import InputError
+    from nvalchemi.cli.progress import ProgressBar
     from nvalchemi.data.check import check_dataset
 
     try:
-        report = check_dataset(file)
+        with ProgressBar(None, "structure", quiet=quiet) as bar:
+            report = check_dataset(file, bar.advance_to)
     except (OSError, ValueError) as error:
         raise InputError(str(error)) from error
     typer.echo("\n".join(report.lines()))
@@ -84,6 +88,7 @@ def convert(
         bool, typer.Option("--skip-broken", help="Leave out frames that cannot be read.")
     ] = False,
     overwrite: options.Overwrite = False,
+    quiet: options.NoProgress = False,
 ) -> None:
     """Convert structures from one format to another.
 
@@ -93,6 +98,7 @@ def convert(
 
     from nvalchemi.cli.errors import InputError
     from nvalchemi.cli.output import check_outputs
+    from nvalchemi.cli.progress import ProgressBar
     from nvalchemi.data import iread, write
 
     check_outputs({"OUT": target}, [source], overwrite=overwrite)
@@ -107,7 +113,9 @@ def convert(
             dtype=torch.float64,
             system_id=system,
         )
-        count = write(target, _not_empty(frames, source, index, system), format=output_format)
+        with ProgressBar(None, "frame", quiet=quiet) as bar:
+            chosen = bar.count(_not_empty(frames, source, index, system))
+            count = write(target, chosen, format=output_format)
     except (OSError, ValueError) as error:
         raise InputError(str(error)) from error
     typer.echo(f"{target}: {count} structure{'s' if count != 1 else ''}")

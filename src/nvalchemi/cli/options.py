@@ -44,8 +44,17 @@ Restart = Annotated[
     ),
 ]
 SaveEvery = Annotated[int, typer.Option(min=1, help="Steps between saves of the state.")]
+SkipBad = Annotated[
+    bool,
+    typer.Option(
+        "--skip-bad",
+        help="Leave out structures that cannot be run, as those with two atoms in one place or an element that the "
+        "potential does not know; the table says why, and the exit code is then 1.",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")]
+NoProgress = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 ShowHooks = Annotated[
     bool, typer.Option("--show-hooks", help="Print which hook fires at which stage and exit.")
 ]

@@ -9,7 +9,7 @@ import typer
 from nvalchemi.cli import options
 
 if TYPE_CHECKING:
-    from nvalchemi.cli.structures import Structure
+    from nvalchemi.cli.structures import Rejected, Structure
     from nvalchemi.data import AtomicData, Batch
     from nvalchemi.dynamics import Minimiser
     from nvalchemi.hooks import DynamicsContext, Hook
@@ -32,6 +32,7 @@ def relax(
     report: options.Report = None,
     restart: options.Restart = None,
     save_every: options.SaveEvery = 100,
+    skip_bad: options.SkipBad = False,
     overwrite: options.Overwrite = False,
     config: options.Config = None,
     quiet: options.Quiet = False,
@@ -40,13 +41,15 @@ def relax(
     """Relax every structure of all FILES in one batch.
 
     Structures keep what the files say of them (names, tags, fixed atoms); energy, forces and stress are
-    added, and whether they converged. Those that did not are written too; the exit code is then 1.
+    added, and whether they converged. Those that did not are written too; the exit code is then 1. A structure that
+    fails on the way (an energy that is not finite) leaves the others alone and has the reason as `failure` in its info.
     """
     from nvalchemi.cli import output as outputs
     from nvalchemi.cli import session
     from nvalchemi.cli import structures as inputs
     from nvalchemi.cli.errors import InputError, RunError
     from nvalchemi.cli.interrupt import interrupted
+    from nvalchemi.cli.record import RunRecord
 
     if not 0 < fmax < float("inf"):
         raise InputError(f"--fmax must be positive and finite, got {fmax}")
@@ -56,15 +59,16 @@ def relax(
         overwrite=overwrite,
         continued=outputs.continued_outputs(restart),
     )
-    structures = inputs.read_structures(files)
-    outputs.check_structure_file("--output", output, len(structures))
-    if cell:
-        inputs.require_cells(structures)
+    found = inputs.read_structures(files, cell=cell)
+    outputs.check_structure_file("--output", output, len(found[0]))
     session.set_threads(threads)
     where = session.choose_device(device)
     potential = session.load(model, where)
-    batch = inputs.make_batch(structures, potential, where, keep_velocities=False)
+    structures, batch, rejected = session.usable_structures(
+        found, potential, where, velocities=False, skip=skip_bad
+    )
     hooks = [
+        *session.failure_hooks(),
         *session.log_hooks(log, frequency=1),
         *session.report_hooks(report, structures),
         *session.progress_hooks(steps, _progress, quiet=quiet),
@@ -73,30 +77,45 @@ def relax(
     if show_hooks:
         typer.echo(dynamics.describe_hooks())
         return
+    told = {"cell": cell, "fmax": fmax, "optimizer": optimizer}
+    record = RunRecord("relax", (model, potential), told, structures, batch)
 
-    received = session.run(dynamics, structures, batch, steps, restart=restart, save_every=save_every)
+    received = session.run(
+        dynamics, structures, batch, steps, record=record, report=report, restart=restart, save_every=save_every
+    )  # fmt: skip
 
+    failed = session.failures(batch)
     converged = (batch.status[:, 0] >= dynamics.exit_status).tolist()
-    results = inputs.with_results(structures, batch, velocities=False)
+    results = inputs.with_results(structures, batch, failed, velocities=False)
     for data, done in zip(results, converged, strict=True):
         data.info["converged"] = done
     session.save(output, results)
     if not quiet:
         largest = dynamics.max_force(batch).tolist()  # with --cell the forces on the cells, too
-        _print_results(structures, results, batch, largest, converged, cell=cell)
+        outcomes = [
+            f"failed: {failed[k]}" if k in failed else "yes" if done else "no"
+            for k, done in enumerate(converged)
+        ]
+        _print_results(structures, results, batch, largest, outcomes, rejected, cell=cell)
     if received is not None:
         raise interrupted(
             received,
             f"interrupted after {int(batch.system_step.max())} steps; {output} has the structures as they were then"
             + session.how_to_resume(restart),
         )
-    session.check_finite(structures, batch)
-    failed = [structure.label for structure, done in zip(structures, converged, strict=True) if not done]
-    if failed:
-        shown = ", ".join(failed[:5]) + (" …" if len(failed) > 5 else "")
-        raise RunError(
-            f"{len(failed)} of {len(structures)} not converged to {fmax} eV/Å in {steps} steps: {shown}"
+    problems = [session.failed_in_words(structures, failed, rejected)] if failed or rejected else []
+    unfinished = [
+        structure.label
+        for k, (structure, done) in enumerate(zip(structures, converged, strict=True))
+        if not done and k not in failed
+    ]
+    if unfinished:
+        problems.append(
+            f"{len(unfinished)} of {len(structures)} not converged to {fmax} eV/Å in {steps} steps: "
+            + session.some(unfinished)
         )
+    if problems:
+        raise RunError("; ".join(problems))
 
 
 def _progress(ctx: "DynamicsContext") -> str:
@@ -125,7 +144,8 @@ def _print_results(
     results: "Sequence[AtomicData]",
     batch: "Batch",
     largest: Sequence[float],
-    converged: Sequence[bool],
+    outcomes: Sequence[str],
+    rejected: "Sequence[Rejected]",
     *,
     cell: bool,
 ) -> None:
@@ -136,16 +156,24 @@ def _print_results(
     from nvalchemi.cli.tables import Cell, Column, print_table
 
     columns = [
-        Column("#"), Column("name"), Column("atoms", "d"), Column("steps", "d"), Column("energy/eV", ".4f"),
-        Column("fmax/eV/Å", ".4f"), Column("ΔV/%", "+.2f"), Column("max|σ|/GPa", ".3f"),
+        Column("#"), Column("name"), Column("formula"), Column("atoms", "d"), Column("steps", "d"),
+        Column("energy/eV", ".4f"), Column("fmax/eV/Å", ".4f"), Column("ΔV/%", "+.2f"), Column("max|σ|/GPa", ".3f"),
         Column("a/Å", ".4f"), Column("exp", ".3f"), Column("Δ/%", "+.2f"),
         Column("c/Å", ".4f"), Column("exp", ".3f"), Column("Δ/%", "+.2f"), Column("converged"),
     ]  # fmt: skip
     rows: list[list[Cell]] = []
     for k, (structure, result) in enumerate(zip(structures, results, strict=True)):
         row: list[Cell] = [
-            str(k), structure.name, result.num_nodes, int(batch.system_step[k, 0]), result.energy.item(), largest[k],
-        ]  # fmt: skip
+            str(k),
+            structure.name,
+            structure.formula,
+            result.num_nodes,
+            int(batch.system_step[k, 0]),
+        ]
+        if "energy" not in result:
+            rows.append([*row, *[None] * (len(columns) - len(row) - 1), outcomes[k]])
+            continue
+        row += [result.energy.item(), largest[k]]
         if cell:
             growth = torch.linalg.det(result.cell[0]) / torch.linalg.det(structure.data.cell[0]) - 1
             row += [100 * growth.item(), result.stress.abs().max().item() / units.GPa]
@@ -158,5 +186,7 @@ def _print_results(
                 row += [length, float(measured), 100 * (length / measured - 1)]
             else:
                 row += [None, None, None]
-        rows.append([*row, "yes" if converged[k] else "no"])
+        rows.append([*row, outcomes[k]])
+    for each in rejected:
+        rows.append([None, each.name, each.formula, *[None] * (len(columns) - 4), f"failed: {each.reason}"])
     print_table(columns, rows)

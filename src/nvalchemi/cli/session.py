@@ -1,19 +1,23 @@
 """What ``relax`` and ``md`` have in common: threads, device, potential, and the run itself."""
 
+import logging
 import re
 import signal
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from nvalchemi.cli.errors import InputError, RunError
+from nvalchemi.cli.errors import InputError, InterruptError, RunError
 from nvalchemi.cli.interrupt import StopOnSignal, interrupted
 from nvalchemi.cli.output import log_backend
 
 if TYPE_CHECKING:
-    from nvalchemi.cli.structures import Structure
+    from nvalchemi.cli.record import RunRecord
+    from nvalchemi.cli.structures import Rejected, Structure
     from nvalchemi.data import AtomicData, Batch
     from nvalchemi.dynamics import BaseDynamics
     from nvalchemi.hooks import DynamicsContext, Hook
@@ -69,14 +73,25 @@ def log_hooks(file: Path | None, *, frequency: int) -> "list[Hook]":
     return [LoggingHook(log_backend(file), frequency, file, append=False)]
 
 
-def trajectory_hooks(file: Path | None, *, frequency: int) -> "list[Hook]":
+def trajectory_hooks(file: Path | None, *, frequency: int, overwrite: bool) -> "list[Hook]":
     """The trajectory that was asked for."""
     if file is None:
         return []
     from nvalchemi.dynamics.hooks import SnapshotHook
-    from nvalchemi.dynamics.sinks import ExtxyzTrajectory
+    from nvalchemi.dynamics.sinks import ExtxyzTrajectory, ZarrData
 
+    if file.suffix == ".zarr":
+        return [
+            SnapshotHook(ZarrData(file, config={"mode": "w"} if overwrite else None), frequency=frequency)
+        ]
     return [SnapshotHook(ExtxyzTrajectory(file), frequency=frequency)]
+
+
+def failure_hooks() -> "list[Hook]":
+    """What gives up a structure whose energy or forces are not finite any more, and leaves the others alone."""
+    from nvalchemi.dynamics.hooks import NaNDetectorHook
+
+    return [NaNDetectorHook(action="quarantine")]
 
 
 def report_hooks(
@@ -93,9 +108,51 @@ def report_hooks(
 
 def progress_hooks(steps: int, describe: "Callable[[DynamicsContext], str]", *, quiet: bool) -> "list[Hook]":
     """The progress bar."""
-    from nvalchemi.cli.progress import ProgressHook
+    from nvalchemi.cli.progress import ProgressBar, ProgressHook
+    from nvalchemi.dynamics import DynamicsStage
 
-    return [ProgressHook(steps, describe, quiet=quiet)]
+    def show(bar: ProgressBar, ctx: "DynamicsContext") -> None:
+        bar.show(ctx.step_count + 1, description=describe(ctx))
+
+    return [ProgressHook(ProgressBar(steps, "step", quiet=quiet), DynamicsStage.AFTER_STEP, show)]
+
+
+def usable_structures(
+    found: "tuple[list[Structure], list[Rejected]]",
+    potential: "BaseModelMixin",
+    device: torch.device,
+    *,
+    velocities: bool,
+    skip: bool,
+) -> "tuple[list[Structure], Batch, list[Rejected]]":
+    """Structures that can be run, as a batch, and those that cannot.
+
+    Parameters
+    ----------
+    found
+        Structures that may be, and those that are rejected already.
+    potential, device
+        With what they are to be run, where.
+    velocities : bool
+        Whether to keep velocities where all have them.
+    skip : bool
+        Leave out what cannot be run; otherwise all of it is named in an :class:`InputError`.
+    """
+    from nvalchemi.cli import structures as inputs
+    from nvalchemi.cli.trial import unusable
+
+    structures, rejected = found
+    batch = inputs.make_batch(structures, potential, device, keep_velocities=velocities)
+    bad = unusable(batch, potential)
+    if bad:
+        structures, rejected = inputs.leave_out(structures, bad, rejected)
+    inputs.refuse(rejected, len(structures), skip=skip)
+    if bad:
+        batch = inputs.make_batch(structures, potential, device, keep_velocities=velocities)
+    close = inputs.close_atoms(structures, batch)
+    if close:
+        warn("atoms are closer than any bond in " + some(close))
+    return structures, batch, rejected
 
 
 def run(
@@ -104,36 +161,84 @@ def run(
     batch: "Batch",
     n_steps: int,
     *,
+    record: "RunRecord",
+    report: Path | None = None,
     restart: Path | None = None,
     save_every: int = 100,
 ) -> signal.Signals | None:
     """Run, or go on with the run whose state is in ``restart``; the signal that stopped it, or ``None``.
 
-    What is wrong before the first step (model, structures and options that do not fit) is an
-    :class:`InputError`, and no file was touched; what goes wrong later is a :class:`RunError`. Either is one
+    What is wrong before the first step (a state of another run, model and options that do not fit) is an
+    :class:`InputError`, and no file is left behind; what goes wrong later is a :class:`RunError`. Either is one
     line.
     """
 
     def label(number: int) -> str:
         return structures[number].label
 
-    with StopOnSignal(dynamics.request_stop) as stop:
-        try:
-            # Admission alone: checks the batch, and computes the first forces that the run then starts from.
-            dynamics.run(batch, n_steps=0, restart=restart, save_every=save_every)
-        except ValueError as error:
-            raise InputError(with_origins(str(error), label)) from error
-        wrong = _not_finite(structures, batch)
-        if wrong:
-            raise InputError(f"energy or forces are not finite: {wrong}; do atoms overlap?")
-        if stop.received is not None:
-            raise interrupted(stop.received, "interrupted before the first step")
+    record.check(restart)
+    dynamics.register_hook(record)
+    with StopOnSignal(dynamics.request_stop) as stop, _log_to_standard_error(label):
+        with _nothing_left_behind(report, restart):
+            try:
+                # Admission alone: checks the batch, and computes the first forces that the run then starts from.
+                dynamics.run(batch, n_steps=0, restart=restart, save_every=save_every)
+            except ValueError as error:
+                raise InputError(with_origins(str(error), label)) from error
+            if stop.received is not None:
+                raise interrupted(stop.received, "interrupted before the first step")
         try:
             dynamics.run(batch, n_steps=n_steps, restart=restart, save_every=save_every)
         except (ValueError, RuntimeError, OSError, MemoryError) as error:
             reason = with_origins(str(error), label)
             raise RunError(f"the run failed at step {dynamics.step_count}: {reason}") from error
     return stop.received
+
+
+@contextmanager
+def _nothing_left_behind(report: Path | None, restart: Path | None) -> Generator[None]:
+    """Undo what a run that does not begin has written: its page, and a state that was not there before."""
+    from nvalchemi.dynamics.restart import RestartFile
+
+    page = report.read_bytes() if report is not None and report.exists() else None
+    begins = restart is not None and not RestartFile(restart, 1).exists()
+    try:
+        yield
+    except (InputError, InterruptError):
+        if report is not None and page is not None:
+            report.write_bytes(page)
+        elif report is not None:
+            report.unlink(missing_ok=True)
+        if restart is not None and begins:
+            restart.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _log_to_standard_error(label: "Callable[[int], str]") -> Generator[None]:
+    """Say warnings of the engine as the command says its own, with structures as their files call them."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warn(with_origins(record.getMessage(), label))
+
+    handler = Handler(logging.WARNING)
+    logger = logging.getLogger("nvalchemi")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def warn(message: str) -> None:
+    """A line on standard error."""
+    print(f"nvalchemi: warning: {message}", file=sys.stderr)
+
+
+def some(names: Sequence[str], between: str = ", ") -> str:
+    """The first of many names."""
+    return between.join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 _GRAPHS = re.compile(r"graphs? (?:\d+|\[[\d, ]*\]) \(system_id (\d+|\[[\d, ]*\])\)")
@@ -147,6 +252,11 @@ def with_origins(message: str, label: "Callable[[int], str]") -> str:
         return ", ".join(label(int(digits)) for digits in re.findall(r"\d+", match[1]))
 
     return _GRAPHS.sub(labels, message)
+
+
+def without_graph_names(reason: str) -> str:
+    """A reason of the engine, to be said behind the name of the structure."""
+    return _GRAPHS.sub("it", re.sub(rf" (?:of|in) {_GRAPHS.pattern}", "", reason))
 
 
 def how_to_resume(restart: Path | None) -> str:
@@ -164,15 +274,19 @@ def save(file: Path, structures: "Sequence[AtomicData]") -> None:
         raise RunError(f"{file} could not be written: {error}") from error
 
 
-def check_finite(structures: "Sequence[Structure]", batch: "Batch") -> None:
-    """:class:`RunError` that names the structures which a run has left without a finite energy."""
-    wrong = _not_finite(structures, batch)
-    if wrong:
-        raise RunError(f"energy or forces are not finite any more: {wrong}")
+def failures(batch: "Batch") -> dict[int, str]:
+    """Structures that the run has given up, by number, with the reason."""
+    return {
+        number: without_graph_names(str(info["failure"]))
+        for number, info in enumerate(batch.info)
+        if int(batch.status[number]) < 0
+    }
 
 
-def _not_finite(structures: "Sequence[Structure]", batch: "Batch") -> str:
-    """Names of the structures whose energy, forces or positions are not finite."""
-    bad = ~batch.energy[:, 0].isfinite()
-    bad[batch.batch_idx[~(batch.positions + batch.forces).isfinite().all(dim=1)]] = True
-    return ", ".join(structures[k].label for k in bad.nonzero()[:, 0].tolist())
+def failed_in_words(
+    structures: "Sequence[Structure]", failed: "dict[int, str]", rejected: "Sequence[Rejected]"
+) -> str:
+    """Which structures failed, and why."""
+    names = [f"{structures[number].label}: {reason}" for number, reason in failed.items()]
+    names += [f"{each.label}: {each.reason}" for each in rejected]
+    return f"{len(names)} of {len(structures) + len(rejected)} structures failed: {some(names, '; ')}"

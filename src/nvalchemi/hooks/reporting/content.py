@@ -174,13 +174,18 @@ def _lines(
 ) -> tuple[str, list[Section], str]:
     """One line for each structure, over its own steps or time; the axis fits those that have not run away."""
     series: list[Section] = []
-    timed = any("time" in curve.names() for _, curve in recording.structures)
+    clocks = [dict(zip(*curve.column("time"), strict=True)) for _, curve in recording.structures]
+    # Where a minimiser took part, which knows no time, the steps are all that the points share.
+    timed = all(
+        step in times
+        for (_, curve), times in zip(recording.structures, clocks, strict=True)
+        for step in curve.column(quantity)[0]
+    )
     sizes: list[float] = []
-    for record, curve in recording.structures:
+    for (record, curve), times in zip(recording.structures, clocks, strict=True):
         steps, values = curve.column(quantity)
-        times = dict(zip(*curve.column("time"), strict=True)) if timed else {}
-        x = [times[step] / 1e3 if timed else step for step in steps if not timed or step in times]
-        if len(x) == len(steps) > 1:
+        x = [times[step] / 1e3 if timed else step for step in steps]
+        if len(x) > 1:
             y = [factor * value for value in values]
             series.append({"name": _label(record), "x": x, "y": y, "outside": record.status == "failed"})
             sizes.append(_size(y))
@@ -379,7 +384,7 @@ def _row(record: StructureRecord) -> list[Any]:
         return record.before.get(name, math.nan), record.after.get(name, math.nan)
 
     energy, fmax, size = pair("energy"), pair("fmax"), pair("volume")
-    change = 1e3 * (energy[1] - energy[0]) / record.num_atoms
+    change = 1e3 * (energy[1] - energy[0]) / max(record.num_atoms, 1)
     growth = 100 * (size[1] / size[0] - 1) if size[0] else math.nan
     numbers = [value if math.isfinite(value) else None for value in (*energy, change, *fmax, *size, growth)]
     return [

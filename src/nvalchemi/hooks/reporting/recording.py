@@ -35,6 +35,7 @@ class Recording:
         self._earlier: dict[int, tuple[Mapping[str, Any], float]] = {}
         self._offset = 0.0
         self._references: tuple[tuple[bytes, int], np.ndarray, np.ndarray] | None = None
+        self._drift_from: dict[int, float] = {}
 
     def add(self, state: ScalarSnapshot) -> None:
         """Take up a report."""
@@ -59,17 +60,24 @@ class Recording:
             records = [log.record_of(int(i)) for i in ids.tolist()]
             before = [{} if record is None else record.before for record in records]
             energy = np.array([values.get("energy", np.nan) for values in before])
-            self._references = (key, energy, np.array([_conserved(values) for values in before]))
+            conserved = [
+                self._drift_from.get(i, _conserved(values) if "time" in values else np.nan)
+                for i, values in zip(ids.tolist(), before, strict=True)
+            ]
+            self._references = (key, energy, np.array(conserved))
         _, energy, conserved = self._references
         changed = dict(graphs)
+        atoms = np.maximum(graphs["num_atoms"], 1)
         if "energy" in graphs:
-            changed["energy_change"] = (graphs["energy"] - energy) / graphs["num_atoms"]
+            changed["energy_change"] = (graphs["energy"] - energy) / atoms
         if "total_energy" in graphs and "time" in graphs:
             total = graphs["total_energy"]
             kept = graphs.get("conserved_energy", total)
             now = np.where(np.isnan(kept), total, kept)
-            drift = (now - conserved) / graphs["num_atoms"]
-            changed["drift"] = np.where(np.isnan(graphs["time"]), np.nan, drift)
+            # After a minimiser the drift counts from the first state of the dynamics that is seen.
+            for row in np.flatnonzero(np.isnan(conserved) & ~np.isnan(graphs["time"])):
+                conserved[row] = self._drift_from[int(ids[row])] = now[row]
+            changed["drift"] = np.where(np.isnan(graphs["time"]), np.nan, (now - conserved) / atoms)
         if "time" in graphs and "temperature" in graphs:
             # The velocities of a minimiser are no thermal motion.
             changed["temperature"] = np.where(np.isnan(graphs["time"]), np.nan, graphs["temperature"])
