@@ -692,3 +692,32 @@ def test_a_single_point_has_one_tick(frames, tmp_path):
     dom = browse(tmp_path / "r.html", tmp_path)
     error = dom[dom.index('aria-label="Force error"') :].split("</section>")[0]
     assert re.findall(r'text-anchor="middle">([^<]*)<', error) == ["2", "step"]
+
+
+def test_page_of_a_relaxation_followed_by_dynamics(batch, argon, tmp_path, page_data):
+    """A minimiser has no time: what it shares with the dynamics is over steps, the rest over the time simulated."""
+    relaxation = FIRE(argon, dt=1.0, convergence_hook=ConvergenceHook.from_fmax(0.005))
+    stages = relaxation + NVE(argon, dt=2.0, n_steps=12)
+    stages.register_hook(ReportingOrchestrator([HTMLReporter(tmp_path / "r.html")]))
+    stages.run(batch)
+    charts = {chart["title"]: chart for chart in page_data(tmp_path / "r.html")["charts"]}
+    change = charts["Energy per atom since the start"]
+    assert change["x"] == "step"
+    assert len(change["series"]) == 3
+    drift = next(chart for title, chart in charts.items() if "rift" in title)
+    assert drift["x"] == "time / ps"
+    assert [series["y"][0] for series in drift["series"]] == [0.0] * 3
+    # The first state seen of the dynamics is that after its first step, or the one handed over.
+    assert all(series["x"][0] <= 0.002 and series["x"][-1] <= 0.024 for series in drift["series"])
+
+
+def test_structure_without_atoms_is_on_the_page(argon, batch, tmp_path, page_data):
+    empty = AtomicData(
+        positions=torch.zeros(0, 3, dtype=torch.float64), atomic_numbers=torch.zeros(0, dtype=torch.int64)
+    )
+    cluster = AtomicData(positions=batch[0].positions, atomic_numbers=batch[0].atomic_numbers)
+    engine = FIRE(argon, dt=1.0, hooks=[ReportingOrchestrator([HTMLReporter(tmp_path / "r.html")])])
+    engine.run(Batch.from_data_list([cluster, empty]), n_steps=3)
+    table = page_data(tmp_path / "r.html")["structures"]
+    atoms = [column["name"] for column in table["columns"]].index("atoms")
+    assert [row[atoms] for row in table["rows"]] == [4, 0]

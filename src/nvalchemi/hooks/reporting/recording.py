@@ -61,7 +61,9 @@ class Recording:
             before = [{} if record is None else record.before for record in records]
             energy = np.array([values.get("energy", np.nan) for values in before])
             conserved = [
-                self._drift_from.get(i, _conserved(values) if "time" in values else np.nan)
+                self._drift_from.get(
+                    i, np.nan if np.isnan(values.get("time", np.nan)) else _conserved(values)
+                )
                 for i, values in zip(ids.tolist(), before, strict=True)
             ]
             self._references = (key, energy, np.array(conserved))
