@@ -329,3 +329,10 @@ def test_kinds(kind, dtypes):
         torch.complex64,
     ]
     assert {dtype for dtype in every if kind_matches(kind, dtype)} == dtypes
+
+
+def test_info_of_a_copy_is_its_own():
+    data = AtomicData(positions=torch.zeros(1, 3), atomic_numbers=torch.tensor([1]), info={"name": "a"})
+    for copy in (data.clone(), data.to(dtype=torch.float64), data.detach()):
+        copy.info["name"] = "b"
+    assert data.info == {"name": "a"}

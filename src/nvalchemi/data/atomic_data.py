@@ -128,6 +128,11 @@ class AtomicData(FieldContainer):
                 return vars(self)[name].shape[0]
         return 0
 
+    def _copy_with(self, tensors: Mapping[str, Tensor]) -> Self:
+        new = super()._copy_with(tensors)
+        vars(new)["_info"] = dict(self._info)
+        return new
+
     @property
     def info(self) -> dict[str, Any]:
         """What is not a tensor: names, provenance, ASE's ``info``."""
