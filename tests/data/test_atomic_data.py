@@ -333,6 +333,6 @@ def test_kinds(kind, dtypes):
 
 def test_info_of_a_copy_is_its_own():
     data = AtomicData(positions=torch.zeros(1, 3), atomic_numbers=torch.tensor([1]), info={"name": "a"})
-    for copy in (data.clone(), data.to(dtype=torch.float64), data.detach()):
-        copy.info["name"] = "b"
+    for twin in (data.clone(), data.to(dtype=torch.float64), data.detach()):
+        twin.info["name"] = "b"
     assert data.info == {"name": "a"}
