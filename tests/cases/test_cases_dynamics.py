@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from nvalchemi.data import FIXED, AtomicData
-from nvalchemi.dynamics import FAILED, NVE, DynamicsStage, NVTLangevin, initialize_velocities
+from nvalchemi.dynamics import (
+    FAILED,
+    NVE,
+    DynamicsStage,
+    NVTLangevin,
+    NVTNoseHoover,
+    initialize_velocities,
+)
 from nvalchemi.dynamics.thermo import temperature
 
 
@@ -46,6 +53,14 @@ def test_fixed_half_stays_to_the_bit_and_the_mobile_half_has_the_temperature_of_
     assert not bool(batch.velocities[1::2].any())
     # 48 degrees of freedom, some 200 independent samples: standard error 1.4 %.
     assert sum(kelvin[200:]) / len(kelvin[200:]) == pytest.approx(60.0, rel=0.06)
+
+
+def test_chain_of_one_thermostat_leaves_velocities_near_300_kelvin_after_a_step(argon, crystal, join):
+    batch = join(crystal(repeat=2))
+    initialize_velocities(batch, 300.0)
+    NVTNoseHoover(argon, 1.0, 300.0, 100.0, chain_length=1).run(batch, 1)
+    # Forces near the minimum and a thermostat at rest change the kinetic energy in second order of the step only.
+    assert temperature(batch).item() == pytest.approx(300.0, rel=0.02)
 
 
 def test_speed_of_1e6_under_a_thermostat_beside_structures_of_no_and_one_atom(argon, chain, crystal, join):
