@@ -7,6 +7,7 @@ that has it with ``--torchsim-python``.
 import argparse
 import importlib.util
 import json
+import os
 import re
 import shutil
 import statistics
@@ -136,7 +137,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--torchsim-python", help="interpreter of an environment with torch-sim-atomistic")
+    parser.add_argument(
+        "--torchsim-python",
+        default=os.environ.get("TORCHSIM_PYTHON"),
+        help="interpreter of an environment with torch-sim-atomistic; default: $TORCHSIM_PYTHON",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for systems, repeat, steps in CASES:
