@@ -4,7 +4,7 @@ from nvalchemi.hooks.reporting.html import HTMLReporter
 from nvalchemi.hooks.reporting.orchestrator import ReportingOrchestrator
 from nvalchemi.hooks.reporting.reporter import Reporter
 from nvalchemi.hooks.reporting.snapshot import ScalarSnapshot, collect_scalars
-from nvalchemi.hooks.reporting.structures import StructureRecord
+from nvalchemi.hooks.reporting.structures import StructureLog, StructureRecord
 from nvalchemi.hooks.reporting.tensorboard import TensorBoardReporter
 from nvalchemi.hooks.reporting.terminal import RichReporter
 
@@ -14,6 +14,7 @@ __all__ = [
     "ReportingOrchestrator",
     "RichReporter",
     "ScalarSnapshot",
+    "StructureLog",
     "StructureRecord",
     "TensorBoardReporter",
     "collect_scalars",
