@@ -33,8 +33,13 @@ def versions() -> str:
             found.append(f"{package} {importlib.metadata.version(package)}")
     if shutil.which("lmp"):
         text = subprocess.run(["lmp", "-h"], stdout=subprocess.PIPE, text=True, check=False).stdout
-        found += [line.split(" - ")[-1] for line in text.splitlines() if "Large-scale" in line]
+        found += [f"LAMMPS {line.split(' - ', 1)[1]}" for line in text.splitlines() if "Large-scale" in line]
     return ", ".join(found)
+
+
+def cell(value: object) -> str:
+    """Text of a cell; empty for what a case does not have."""
+    return "" if value is None else str(value)
 
 
 def cases(script: Path) -> list[dict[str, object]]:
@@ -64,7 +69,7 @@ def main() -> None:
         if not found:  # such as that for a GPU where there is none
             continue
         lines += ["", f"## {script.stem}", "| " + " | ".join(KEYS) + " |", "|" + "---|" * len(KEYS)]
-        lines += ["| " + " | ".join(str(case.get(key, "")) for key in KEYS) + " |" for case in found]
+        lines += ["| " + " | ".join(cell(case.get(key)) for key in KEYS) + " |" for case in found]
     (HERE / "RESULTS.md").write_text("\n".join(lines) + "\n")
 
 
