@@ -38,14 +38,6 @@ def test_time_goes_on_under_another_time_step(batch, model):
     assert engine.elapsed_time(batch).tolist() == [13.0, 13.0]
 
 
-def test_time_is_not_rounded_with_float32_positions(batch, model):
-    batch = batch.to(dtype=torch.float32)
-    engine = NVE(model, dt=0.1)
-    for _ in range(3):
-        engine.run(batch, n_steps=7)
-    assert engine.elapsed_time(batch).tolist() == pytest.approx([2.1, 2.1], rel=1e-14)
-
-
 def test_fused_stages_count_the_time_of_each_structure(batch, model):
     relax = FIRE(model, dt=1.0, convergence_hook=ConvergenceHook.from_fmax(0.01))
     first, second = NVE(model, dt=1.0, n_steps=4), NVE(model, dt=0.25, n_steps=8)

@@ -16,9 +16,8 @@ CLOCK_STEP = register_field(
     )
 )  # fmt: skip
 CLOCK_TIME = register_field(
-    Field("clock_time", "system", (1,), "number", "fs", "time at clock_step", neutral=0, persistent=False)
+    Field("clock_time", "system", (1,), "float", "fs", "time at clock_step", neutral=0, persistent=False)
 )
-"""Not of kind ``"float"``, which follows the positions: in float32 a nanosecond is only good to 0.06 fs."""
 
 
 def time_since_start(batch: Batch, dt: Tensor) -> Tensor:
@@ -33,7 +32,7 @@ def add_clock(batch: Batch) -> None:
     """Add the fields where they are absent: at step 0 the time was 0."""
     if CLOCK_STEP.name not in batch:
         batch.clock_step = torch.zeros_like(batch.system_step)
-        batch.clock_time = batch.positions.new_zeros(batch.num_graphs, 1, dtype=torch.float64)
+        batch.clock_time = batch.positions.new_zeros(batch.num_graphs, 1)
 
 
 def set_clock(batch: Batch, time: Tensor) -> None:
